@@ -629,7 +629,7 @@ def storage_info(file: str, at: int, length: int) -> Any:
 
 
 def set_expandable_segments(expandable: bool) -> None:
-    """Let the segments of CUDA's allocator grow or not, before it has any.
+    """Let the segments that CUDA's allocator makes from now on grow or not.
 
     Torch reads PYTORCH_ALLOC_CONF at the allocator's first use in a process, and not again.
     """

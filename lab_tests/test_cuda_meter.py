@@ -202,11 +202,14 @@ def test_segments_grow_unless_the_environment_sets_the_allocator(
         monkeypatch.delenv(each, raising=False)
     if name:
         monkeypatch.setenv(name, "backend:native")
-    segments = [{"allocated_size": 3, "is_expandable": False}, {"allocated_size": 5, "is_expandable": True}]
+    sizes = (3, 0, False), (5, 0, True), (7, 1, False)
+    segments = [dict(zip(("allocated_size", "device", "is_expandable"), size, strict=True)) for size in sizes]
     monkeypatch.setattr(cuda, "set_expandable_segments", calls.append)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert cuda.grow_segments() == 3
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    # Another allocator than torch's own has no snapshot, and raises an error.
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pytest.fail("asked") if name else segments)
+    assert cuda.grow_segments() == (0 if name else 3)
     assert calls == ([] if name else ["emptied", True])
 
 

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 import lab.planning.fit as fit_module
-from lab.errors import LabError
+from lab.errors import DoesNotFitError, LabError
 from lab.models import shape_of
 from lab.planning import allocator
 from lab.planning.fit import KEEPS, candidates, fit, leanest, pareto_front, with_other_degrees
@@ -139,7 +139,7 @@ def test_what_needs_more_although_it_is_meant_to_need_less_rules_out_no_other(
 def test_a_knob_by_hand_is_in_each_recipe():
     """The leanest recipe would have the optimizer on the host."""
     seen = []
-    with pytest.raises(LabError, match=r"^no recipe fits"):
+    with pytest.raises(DoesNotFitError, match=r"^no recipe fits"):
         fit(
             MODEL,
             tokens=1024,

@@ -78,6 +78,12 @@ def test_the_verdict_counts_what_the_allocator_reserves():
         asked = on_machine(plan, device_memory=memory)
         assert (asked.fit, asked.verdict, asked.fits) == (fit, verdict, fit != "does not fit")
         assert asked.retries == (0 if asked.fits else 1 if verdict.endswith(RETRY) else None)
+        assert asked.to_json()["alloc_retries"] == asked.retries
+    # The lab sets expandable segments. Seen red: "fits", where these reserve more than those of fixed sizes.
+    small = lab.plan("tiny", "checkpoint", tokens=256, ranks=1)
+    asked = on_machine(small, device_memory=small.reserved_peak(expandable=False))
+    assert small.reserved_peak() > asked.machine.device_memory > small.device_peak
+    assert (asked.fit, asked.retries) == ("does not fit", None)
     # Without the bytes of CUDA there is no allocator.
     tensors = lab.plan("tiny", "fsdp", tokens=4096, ranks=4, workspace=False)
     assert on_machine(tensors, device_memory=tensors.device_peak).fit == "fits"
@@ -109,10 +115,10 @@ def test_json_holds_the_answers(offload_plan):
     document = on_machine(offload_plan, device_memory=1).to_json()
     assert list(document) == [
         "recipe", "state", "tokens", "documents", "ranks", "weights", "active_weights", "device_peak",
-        "start_peak", "reserved_peak", "reserved_peak_fixed_segments", "host_peak", "host_peak_per_node",
-        "disk_peak", "disk_peak_per_node", "fits", "verdict", "limit", "peak", "by_category", "flops",
-        "link_bytes", "link_seconds", "host_bytes", "disk_seconds", "step_seconds", "model_flops", "mfu",
-        "notes", "planning_seconds",
+        "start_peak", "reserved_peak", "reserved_peak_fixed_segments", "alloc_retries", "host_peak",
+        "host_peak_per_node", "disk_peak", "disk_peak_per_node", "fits", "verdict", "limit", "peak",
+        "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "disk_seconds", "step_seconds",
+        "model_flops", "mfu", "notes", "planning_seconds",
     ]  # fmt: skip
     peak = offload_plan.timeline.peak
     assert document["peak"] == {

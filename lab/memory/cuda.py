@@ -85,13 +85,15 @@ def grow_segments() -> int:
     """Let the segments of CUDA's allocator grow, unless the environment sets the allocator.
 
     When the device is nearly full, segments of fixed sizes reserve several GiB more than they hold. Those
-    that hold no tensor now are given back first. Returns the bytes of tensors that remain in the others.
+    that hold no tensor now are given back first. Returns the bytes of tensors that remain in the others on
+    the current device; 0 if the environment sets the allocator.
     """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        torch.cuda.empty_cache()
-        set_expandable_segments(True)
-    segments = torch.cuda.memory_snapshot()
-    return sum(each["allocated_size"] for each in segments if not each["is_expandable"])
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return 0
+    torch.cuda.empty_cache()
+    set_expandable_segments(True)
+    own = (each for each in torch.cuda.memory_snapshot() if each["device"] == torch.cuda.current_device())
+    return sum(each["allocated_size"] for each in own if not each["is_expandable"])
 
 
 class AllocatedPeak:

@@ -80,8 +80,7 @@ def _longest_by(
 
         if not reserved:
             return limit(step.device_peak) is not None
-        # Expandable segments mostly need less.
-        return all(limit(reserved_bytes(step, ranks, expandable=kind)) for kind in (True, False))
+        return limit(reserved_bytes(step, ranks, expandable=True)) is not None
 
     last = bisect_left(lengths, True, lo=1, key=is_over) - 1
     if not machine.workspace or machine.device_memory is None:

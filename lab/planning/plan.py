@@ -139,7 +139,7 @@ class Plan:
             fails = "; even with expandable segments the allocator fails"
             retries = f"; retries of the allocator with expandable segments: {self.retries}"
             full = fails if self.retries is None else retries
-        return f"{self._fit_text}{full}{host}"
+        return f"{self._fit_text}{host}{full}"
 
     @property
     def _fit_text(self) -> str:
@@ -201,29 +201,24 @@ class Plan:
     def retries(self) -> int | None:
         """How often the allocator gives back everything that it has cached, because the device is full.
 
-        Segments are expandable. None if it fails even so, and where no device memory was given.
+        Segments are expandable. None if it fails even so, if the tensors alone do not fit, and where no
+        allocator is simulated: without ``workspace`` or without device memory.
         """
         memory = self.machine.device_memory
-        if memory is None or not self.tensors_fit:
+        if memory is None or not self.machine.workspace or not self.tensors_fit:
             return None
-        if not self.machine.workspace:
-            return 0
         return count_retries(self.timeline, self.ranks, memory, expandable=True)
 
     @cached_property
     def device_need(self) -> int:
         """The device bytes with which the step runs.
 
-        They are what CUDA's allocator reserves with the better kind of segments, and what others take.
-        Without ``workspace``, or where the tensors alone are too many, they are the device peak.
+        They are what CUDA's allocator reserves in expandable segments, which the lab sets, and what others
+        take. Without ``workspace``, or where the tensors alone are too many, they are the device peak.
         """
-        memory = self.machine.device_memory
-        if memory is None or not self.machine.workspace or not self.tensors_fit:
+        if self.machine.device_memory is None or not self.tensors_fit:
             return self.device_peak
-        expandable = self.reserved_peak() or 0
-        if expandable <= memory:
-            return expandable
-        return min(expandable, self.reserved_peak(expandable=False) or 0)
+        return self.reserved_peak() or self.device_peak
 
     @property
     def tensors_fit(self) -> bool:
@@ -299,8 +294,8 @@ class Plan:
     def fit(self) -> Fit | None:
         """How it fits the memory that was given; None where none was.
 
-        It "fits" where the device holds what CUDA's allocator reserves by default, in segments of fixed
-        sizes. It "fits with expandable segments" where the device holds only what is reserved in these.
+        It "fits with expandable segments" where the device holds what CUDA's allocator reserves in these. It
+        "fits" where the device also holds what is reserved by default, in segments of fixed sizes.
         """
         if self.fits is None:
             return None

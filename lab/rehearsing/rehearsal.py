@@ -81,8 +81,8 @@ class Rehearsal(Measured):
         limit = format_share(self.device_peak, self.device_memory)
         planned = format_bytes(self._planned(self.plan))
         whole = (
-            f"{format_bytes(self.whole_device_peak)} per rank, {format_seconds(self.whole_seconds)} per "
-            "step, by the ratio of their plan to that of these layers"
+            f"to {self.of_layers} layers by the ratio of their plan to these layers': "
+            f"{format_bytes(self.whole_device_peak)} per rank, {format_seconds(self.whole_seconds)} per step"
         )
         memory, asked, allocator = "", self.device_memory_asked, ""
         if self.device_memory is not None and asked is not None:
@@ -113,7 +113,7 @@ class Rehearsal(Measured):
             else "",
             "step": f"{format_seconds(self.step_seconds)}{first}: "
             + ", ".join(f"{phase} {format_seconds(seconds)}" for phase, seconds in self.seconds.items()),
-            "all layers": whole if self.layers < self.of_layers else "",
+            "extrapolated": whole if self.layers < self.of_layers else "",
             "a rank sends": f"{format_bytes(self.link_bytes)}, and would wait "
             f"{format_seconds(self.plan.costs.link_seconds)} for the links of {self.plan.device}",
             "tokens": f"{self.tokens_per_second:.4g} per second and rank if links were free, "

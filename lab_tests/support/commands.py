@@ -21,10 +21,10 @@ def answer(words: str | Iterable[str | Path | float]) -> str:
     return run.stdout
 
 
-def refusal(words: str | Iterable[str | Path | float]) -> str:
-    """Return what a command says that refuses: its only line, after its name."""
+def refusal(words: str | Iterable[str | Path | float], code: int = 2) -> str:
+    """Return what a command says that refuses, with this exit code: its only line, after its name."""
     run = invoke(words)
-    assert run.exit_code == 2, run.exception
+    assert run.exit_code == code, run.exception
     assert run.stdout == ""
     assert run.stderr.startswith("lab: ")
     assert run.stderr.count("\n") == 1, run.stderr
