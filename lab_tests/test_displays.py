@@ -172,7 +172,7 @@ def test_the_texts(results, plan):
     assert str(many) == "optimizer: _foreach_add_ 1 2x3 4 ..."
     rehearsal = repr(results["Rehearsal"])
     assert "measured      as one rank of 4 on CPU, 1 of 2 layers\ndevice peak   700.0 MiB, " in rehearsal
-    assert "step          750 ms: forward 250 ms, backward 500 ms\nall layers    " in rehearsal
+    assert "step          750 ms: forward 250 ms, backward 500 ms\nextrapolated  " in rehearsal
     longest = repr(results["MaxContext"])
     assert longest.startswith(f"MaxContext of {job}")
     assert "max context   320 tokens (320)" in longest
