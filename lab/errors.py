@@ -4,7 +4,10 @@ from typing import Any
 
 
 class LabError(ValueError):
-    """Input that the lab cannot work with. The command line prints the message and exits with code 2."""
+    """Input that the lab cannot work with.
+
+    The command line prints the message and exits with code 2, or with the code that a subclass names.
+    """
 
 
 class DoesNotFitError(LabError):

@@ -287,7 +287,9 @@ def test_a_row_has_the_allocators_setting_of_its_item(monkeypatch, expandable):
     given = []
     monkeypatch.setattr(gpu_row, "set_expandable_segments", given.append)
     monkeypatch.setitem(gpu_row._MEASURES, "copies", lambda *_: {})
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    # Both, so that the variable is afterwards as it was before.
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     gpu_row.figures(Item("copies", 1, expandable=expandable), "cuda")
     assert given == [expandable]
     # Seen red: a rehearsal in this process would let segments of fixed sizes grow.

@@ -70,7 +70,7 @@ def test_the_verdict_counts_what_the_allocator_reserves():
         expandable - 1: ("does not fit", f"{tensors_alone}; {RETRY}"),
         plan.device_peak: (
             "does not fit",
-            f"{tensors_alone}; even with expandable segments the allocator fails",
+            f"{tensors_alone}; with expandable segments the allocator runs out of memory",
         ),
         plan.device_peak - 1: ("does not fit", "does not fit: device memory"),
     }

@@ -21,7 +21,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 """What adds options to a command."""
 
 DOES_NOT_FIT = 3
-"""The exit code of a command that answers that nothing fits; that of an error is 2."""
+"""The exit code if nothing fits. Other errors exit with 2."""
 
 
 def integer(value: int | str) -> int:
@@ -128,7 +128,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 class OneLineErrors(click.Group):
-    """A group that prints an error as one line and exits with 2, as click does for an error in its usage."""
+    """A group that prints an error as one line and exits with 2, as click does, or with ``DOES_NOT_FIT``."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:

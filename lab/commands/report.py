@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ MARKS: dict[Fit | None, str] = {
     "fits with expandable segments": "  (fits)",
     "does not fit": "  ✗",
 }
-"""How a rung of the ladder fits."""
+"""How a plan fits, behind its device peak."""
 
 EXPANDABLE = "(fits): with expandable segments alone (PYTORCH_ALLOC_CONF=expandable_segments:True)"
 
@@ -125,8 +125,12 @@ def ladder_text(plans: Mapping[str, Plan]) -> str:
             format_bytes(plan.host_peak) if plan.host_peak else "-",
             f"{plan.peak.phase}: {plan.peak.operator}",
         )
-    legend = f"\n{EXPANDABLE}" if any("(fits)" in MARKS[plan.fit] for plan in plans.values()) else ""
-    return f"{first.job.subject}\n{first.state}\n{table_text(table)}{legend}"
+    return "\n".join([first.job.subject, first.state, table_text(table), *_legend(plans.values())])
+
+
+def _legend(plans: Iterable[Plan]) -> list[str]:
+    """Return the line that explains the mark of plans that fit with expandable segments, if there is one."""
+    return [EXPANDABLE] if any(plan.fit == "fits with expandable segments" for plan in plans) else []
 
 
 def draw_ladder(plans: Mapping[str, Plan], path: Path) -> None:
@@ -235,11 +239,10 @@ def fit_text(plans: Fits) -> str:
     legend = "↓ needs less device memory than every faster one: its price is the time it is slower."
     estimates = f"Seconds, and what follows from them, are estimates.\n{MFU_LEGEND}."
     reserved = [f"The fastest reserves {fastest.reserved_text}."] if fastest.reserved_text else []
-    by_segments = [EXPANDABLE] if any("(fits)" in MARKS[plan.fit] for plan in plans) else []
     whole = [f"The fastest: {fastest.bill(plans.order).text(plans.order)}."] if plans.order else []
     notes = dict.fromkeys(f"note: {note}" for plan in plans for note in plan.notes)
     head = [fastest.job.subject, fastest.state]
-    texts = [legend, *by_segments, *whole, estimates, *reserved, fastest.verdict, *notes]
+    texts = [legend, *_legend(plans), *whole, estimates, *reserved, fastest.verdict, *notes]
     return "\n".join([*head, table_text(table), *texts])
 
 

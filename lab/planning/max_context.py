@@ -31,7 +31,7 @@ DEGREES = {"ulysses", "ring", "ring_exchange", "head_chunk", "ulysses_backend"}
 
 
 SHOWN = ("device peak", "reserved", "host peak", "disk peak", "verdict")
-"""The lines of its plan's description that an answer shows."""
+"""The lines of the plan's description that a ``MaxContext`` shows."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -136,7 +136,7 @@ class Plan:
             )
         full = ""
         if self.limit == "device" and self.tensors_fit:
-            fails = "; even with expandable segments the allocator fails"
+            fails = "; with expandable segments the allocator runs out of memory"
             retries = f"; retries of the allocator with expandable segments: {self.retries}"
             full = fails if self.retries is None else retries
         return f"{self._fit_text}{host}{full}"
@@ -193,25 +193,27 @@ class Plan:
         if expandable is None or fixed is None:
             return ""
         return (
-            f"{format_bytes(expandable)} per rank with expandable segments, {format_bytes(fixed)} without "
-            f"(CUDA's context and NCCL: {format_bytes(outside_workspace(self.ranks))}, assumed)"
+            f"{format_bytes(expandable)} per rank with expandable segments, {format_bytes(fixed)} with fixed "
+            f"ones ({format_bytes(outside_workspace(self.ranks))} of it assumed: CUDA's context and NCCL)"
         )
 
     @cached_property
     def retries(self) -> int | None:
-        """How often the allocator gives back everything that it has cached, because the device is full.
+        """How many times the allocator releases its cache and asks the device again, in expandable segments.
 
-        Segments are expandable. None if it fails even so, if the tensors alone do not fit, and where no
-        allocator is simulated: without ``workspace`` or without device memory.
+        None if it runs out of memory, if the tensors alone do not fit, and where no allocator is simulated:
+        without ``workspace`` or without device memory.
         """
         memory = self.machine.device_memory
         if memory is None or not self.machine.workspace or not self.tensors_fit:
             return None
+        if self.device_need <= memory:
+            return 0
         return count_retries(self.timeline, self.ranks, memory, expandable=True)
 
     @cached_property
     def device_need(self) -> int:
-        """The device bytes with which the step runs.
+        """The device bytes with which the step runs without a retry of the allocator.
 
         They are what CUDA's allocator reserves in expandable segments, which the lab sets, and what others
         take. Without ``workspace``, or where the tensors alone are too many, they are the device peak.

@@ -86,8 +86,8 @@ class Rehearsal(Measured):
         )
         memory, asked, allocator = "", self.device_memory_asked, ""
         if self.device_memory is not None and asked is not None:
-            has_less = f", all that the GPU has: {format_bytes(asked)} were asked for"
-            memory = format_bytes(self.device_memory) + (has_less if self.device_memory < asked else "")
+            less_text = f", all that the GPU has: {format_bytes(asked)} were asked for"
+            memory = format_bytes(self.device_memory) + (less_text if self.device_memory < asked else "")
         if self.reserved_peak is not None and self.outside_torch is not None:
             allocator = (
                 f"{format_bytes(self.reserved_peak)} ({self.alloc_retries} retries), "

@@ -81,7 +81,7 @@ def print_cached_answer(as_json: bool, make: Callable[[], Answer], *, saved: boo
     """Print the answer of the command that runs, as it was saved when the same was asked before, or made now.
 
     To read a saved answer takes neither torch nor transformers. With ``saved=False`` it is made in any case.
-    The exit code is ``DOES_NOT_FIT`` if that is the verdict of an answer that has one.
+    After one plan that does not fit, the command exits with ``DOES_NOT_FIT``; after a list, with 0.
     """
     from lab.planning.plan_cache import cached, model_identity
 
