@@ -36,15 +36,16 @@ from cluster.ranks import Cluster
 from cluster.waiting import TICK_SECONDS, Call
 from lab_tests.support.long_run import mostly_long
 from lab_tests.support.on_ranks import (
+    IN_TIME,
     describe_rank,
     end_on,
+    in_time,
     no_process_left,
     pids,
     raise_on,
     ranks_kept,
     sums,
     wait_until,
-    within,
 )
 from lab_tests.support.refusing import enter_all
 
@@ -232,7 +233,7 @@ def test_the_earliest_failure_is_the_cause(ranks4: Cluster) -> None:
 
 def test_failing_rank_is_named_and_frees_those_that_wait_for_it(ranks4: Cluster) -> None:
     before = pids(ranks4)
-    with within(10), pytest.raises(RankError) as caught:
+    with in_time(), pytest.raises(RankError) as caught:
         ranks4.apply(raise_on, 2)
     text = str(caught.value)
     assert text.splitlines()[0] == "rank 2 failed first: ArithmeticError: 7 is not 11"
@@ -254,7 +255,7 @@ def test_failing_rank_is_named_and_frees_those_that_wait_for_it(ranks4: Cluster)
 
 @pytest.mark.long
 def test_a_stuck_rank_is_found_and_recover_replaces_it(impatient: Cluster) -> None:
-    with within(10), pytest.raises(RankError, match=r"^rank 0 failed first: ArithmeticError") as caught:
+    with in_time(), pytest.raises(RankError, match=r"^rank 0 failed first: ArithmeticError") as caught:
         impatient.apply(fail_while_one_sleeps, 0, 1)
     assert 1 in caught.value.waiting
     assert re.search(
@@ -267,7 +268,7 @@ def test_a_stuck_rank_is_found_and_recover_replaces_it(impatient: Cluster) -> No
     with pytest.raises(ClusterError, match=r"rank.* 1 did not come back.*cluster\.recover\(\)"):
         pids(impatient)
 
-    with within(30):
+    with in_time():
         caught.value.recover()
     assert [f["engine"] for f in impatient.apply(describe_rank)] == [0, 1]
     assert sums(impatient)
@@ -298,7 +299,7 @@ def test_the_wait_for_a_slow_rank_is_stopped_from_another_thread(
         impatient.apply(fail_while_one_sleeps, 0, 1)
     monkeypatch.setattr(waiting, "TICK_SECONDS", tick)
     threading.Timer(0.5, impatient.interrupt).start()
-    with within(5), pytest.raises(Stopped):
+    with in_time(), pytest.raises(Stopped):
         impatient.apply(os.getpid)
     assert pids(impatient) == before, "the sleeping rank was interrupted"
 
@@ -317,14 +318,14 @@ def test_ctrl_c_in_the_wait_for_a_slow_rank_lets_the_next_call_run(impatient: Cl
 
 @pytest.mark.long
 def test_a_dead_rank_is_named_and_recover_replaces_it(impatient: Cluster) -> None:
-    with within(2), pytest.raises(RankError, match=r"^rank 1 failed first: .*ended \(exit code 87\)"):
+    with in_time(), pytest.raises(RankError, match=r"^rank 1 failed first: .*ended \(exit code 87\)"):
         impatient.apply(end_on, 1)
     with pytest.raises(ClusterError, match=r"process of rank 1 ended.*recover"):
         pids(impatient)
 
     impatient.recover()
     os.kill(pids(impatient)[0], signal.SIGKILL)
-    wait_until(impatient._caller.engines.missing, "the word that the rank has ended", seconds=2)
+    wait_until(impatient._caller.engines.missing, "the word that the rank has ended")
     with pytest.raises(ClusterError, match=r"rank 0 ended since the last call.*recover"):
         pids(impatient)
     assert impatient.broken
@@ -360,7 +361,7 @@ def test_a_call_that_is_not_answered_in_time_is_an_error(ranks4: Cluster) -> Non
 def test_a_kernels_interrupt_ends_the_call_on_the_ranks(ready: Cluster) -> None:
     before, got = pids(ready), list[str]()
     threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()
-    with within(5), pytest.raises(KeyboardInterrupt):
+    with in_time(), pytest.raises(KeyboardInterrupt):
         ready.apply(work_together, on_record=lambda rank, record: got.append(record))
     assert got
     assert sums(ready)
@@ -370,7 +371,7 @@ def test_a_kernels_interrupt_ends_the_call_on_the_ranks(ready: Cluster) -> None:
 def test_a_call_is_stopped_from_another_thread(ranks4: Cluster) -> None:
     ranks4.interrupt()  # with nothing to end
     threading.Timer(0.3, ranks4.interrupt).start()
-    with within(5), pytest.raises(Stopped):
+    with in_time(), pytest.raises(Stopped):
         ranks4.apply(time.sleep, 600)
     assert sums(ranks4)
 
@@ -459,7 +460,7 @@ def test_a_hang_ends_after_the_timeout_of_its_call_and_says_where_each_rank_is(
     ranks4: Cluster, own_group: bool
 ) -> None:
     began = time.monotonic()
-    with within(12), pytest.raises(RankError, match=r"^ranks 0-3 hang: a collective did not end") as caught:
+    with in_time(), pytest.raises(RankError, match=r"^ranks 0-3 hang: a collective did not end") as caught:
         ranks4.apply(mismatched, own_group, timeout=2)
     assert time.monotonic() - began > 2
     text = str(caught.value)
@@ -561,7 +562,7 @@ def test_peers_that_wait_in_kernels_are_restarted_by_the_next_call(as_with_gpus:
     before, when = pids(as_with_gpus), list[Any]()
     with pytest.raises(RankError, match=r"^rank 1 failed first: ArithmeticError: 7 is not 11") as caught:
         as_with_gpus.apply(one_raises_and_kernels_wait, 1, on_record=lambda _, record: when.append(record))
-    assert time.time() - when[0] < 4, "on gloo it takes two seconds"
+    assert time.time() - when[0] < IN_TIME, "on gloo it takes two seconds"
     assert caught.value.waiting == (0,)
     assert str(caught.value).endswith("the next call restarts the ranks")
     assert as_with_gpus.broken

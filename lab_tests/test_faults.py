@@ -36,7 +36,7 @@ from lab.training.rank_out_of_memory import RankOutOfMemory
 from lab.training.records import Run, Started
 from lab.training.run import Interrupted
 from lab_tests.support.models import small_config
-from lab_tests.support.on_ranks import ranks_kept, within
+from lab_tests.support.on_ranks import IN_TIME, in_time, ranks_kept
 
 TOKENS = 1024
 
@@ -105,7 +105,7 @@ class Last:
 def test_a_rank_that_runs_out_says_in_what_and_what_would_have_fit(two_ranks: Cluster) -> None:
     whole = lab.run(small(), "ulysses", tokens=TOKENS, steps=1, cluster=two_ranks)
     limit = whole.device_peak * 2 // 3
-    with within(30), pytest.raises(RankOutOfMemory) as caught:
+    with in_time(), pytest.raises(RankOutOfMemory) as caught:
         lab.run(small(), "ulysses", tokens=TOKENS, steps=1, cluster=two_ranks, device_memory=limit)
     error, text = caught.value, str(caught.value)
     moment = error.moment
@@ -275,7 +275,7 @@ def test_clean_ends_what_has_no_owner_and_nothing_else(state: Path) -> None:
         assert advice == "lab cluster clean ends the clusters whose owner is gone"
 
         assert said_by("clean") == ["cluster-theirs: 1 processes ended, its directory removed"]
-        assert orphan.wait(5) != 0
+        assert orphan.wait(IN_TIME) != 0
         assert bystander.poll() is None
         assert not theirs.exists()
         assert [entry.name for entry in registry.entries()] == ["cluster-ours"]

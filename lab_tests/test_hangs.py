@@ -28,7 +28,7 @@ from cluster.ranks import Cluster
 from cluster.stacks import ASK, StackReport
 from cluster.waiting import Call
 from cluster.work import Work, work_so_far
-from lab_tests.support.on_ranks import wait_until, within
+from lab_tests.support.on_ranks import IN_TIME, in_time, wait_until
 
 TIMEOUT = 100.0
 
@@ -208,7 +208,7 @@ def test_ranks_that_wait_are_named(
 ) -> None:
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with within(20), pytest.raises(RankError) as caught:
+        with in_time(), pytest.raises(RankError) as caught:
             impatient.apply(wait, tmp_path)
     first, others, *_ = str(caught.value).split("\n\n")
     place = rf"{wait.__name__} \(test_hangs\.py:\d+\)"
@@ -278,7 +278,7 @@ def test_a_report_keeps_no_local_variable_alive(monkeypatch: pytest.MonkeyPatch)
 
     def publish(_: object) -> None:
         publishing.set()
-        assert published.wait(10)
+        assert published.wait(IN_TIME)
 
     def answer_once() -> None:
         with suppress(SystemExit):
@@ -292,7 +292,7 @@ def test_a_report_keeps_no_local_variable_alive(monkeypatch: pytest.MonkeyPatch)
     def step() -> weakref.ref[Kept]:
         kept = Kept()
         asked.set()
-        assert publishing.wait(10)
+        assert publishing.wait(IN_TIME)
         return weakref.ref(kept)
 
     left = step()

@@ -24,22 +24,22 @@ from cluster.processes import family
 from cluster.ranks import Cluster
 from lab_tests.support.hosts import SSH_PORT, Hosts, needs, network, slurm, sshd
 from lab_tests.support.on_ranks import (
+    IN_TIME,
     describe_rank,
     end_on,
+    in_time,
     listening_at,
     no_process_left,
     own_processes,
     raise_on,
     sum_over_ranks,
     wait_until,
-    within,
 )
 
 pytestmark = pytest.mark.long
 
 # Another process's work slows a start down; none of these waits is met on a machine that is free.
 PATIENCE = 120.0
-LEAVE_SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -146,18 +146,18 @@ def test_ranks_on_two_hosts(place: dict[str, Any], hosts: Hosts, tmp_path: Path)
         controller = engines._cluster.controller.pid
         assert check_ranks(cluster, hosts) == found, "no rank needed a restart"
 
-        with within(10), pytest.raises(RankError) as died:
+        with in_time(), pytest.raises(RankError) as died:
             cluster.apply(end_on, 1)
         assert (died.value.rank, died.value.kind) == (1, "ProcessDied")
         with pytest.raises(ClusterError, match=r"process of rank 1 ended.*recover"):
             cluster.apply(describe_rank)
-        with within(50):  # by heartbeats alone the old ranks would be missed after 60 s
+        with in_time():  # by heartbeats alone the old ranks would be missed after 60 s
             cluster.recover()
         anew = check_ranks(cluster, hosts)
         assert cluster._caller.engines is engines
         assert engines._cluster.controller.pid == controller, "only the ranks were started anew"
         assert not set(found) & set(anew)
-    wait_until(lambda: not ranks_on(hosts), "the ranks' end", lambda: ranks_on(hosts), seconds=20)
+    wait_until(lambda: not ranks_on(hosts), "the ranks' end", lambda: ranks_on(hosts))
     if place["profile"] == "slurm":
         assert jobs() == []
     assert [path.name for path in tmp_path.glob("cluster-*")] == []
@@ -225,7 +225,7 @@ def test_nothing_is_left_when_the_owner_is_killed(
         mine = [str(p) for p in here if watchdog.is_alive(p)]
         return mine + ranks_on(hosts) + (jobs() if place["profile"] == "slurm" else [])
 
-    wait_until(lambda: not left(), "the end", left, seconds=LEAVE_SECONDS)
+    wait_until(lambda: not left(), "the end", left)
 
 
 def starts(settings: dict[str, Any], text: str) -> None:
@@ -257,7 +257,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
             starts(over_ssh | settings, text)
         monkeypatch.setattr("cluster.profiles.ssh.import_path", lambda: paths)
         starts(over_ssh, r"ended: OSError: no room for an engine; logs are in")
-        wait_until(lambda: not ranks_on(hosts), "the ranks' end", lambda: ranks_on(hosts), seconds=10)
+        wait_until(lambda: not ranks_on(hosts), "the ranks' end", lambda: ranks_on(hosts))
 
 
 def test_a_job_that_is_cancelled_is_told(as_a_job: dict[str, Any]) -> None:
@@ -267,7 +267,7 @@ def test_a_job_that_is_cancelled_is_told(as_a_job: dict[str, Any]) -> None:
         threading.Timer(1.0, lambda: subprocess.run(cancel, check=True)).start()
         # Whichever comes first: the job's end, or word from a nanny that outlived its rank for a moment.
         said = rf"job {job} is |its process ended"
-        with within(30), pytest.raises((ClusterError, RankError), match=said):
+        with in_time(), pytest.raises((ClusterError, RankError), match=said):
             cluster.apply(time.sleep, 300)
         assert cluster.broken
     assert jobs() == []
@@ -295,4 +295,4 @@ def test_an_engine_ends_when_the_controllers_port_is_gone(monkeypatch: pytest.Mo
     monkeypatch.setattr(socket, "create_connection", connect)
     watchdog.wait_for_port("192.0.2.1", 1)
     assert next(answers) == "."
-    assert watchdog.MISSES * watchdog.POLL_SECONDS * 2 < LEAVE_SECONDS - watchdog.POLL_SECONDS
+    assert watchdog.MISSES * watchdog.POLL_SECONDS * 2 < IN_TIME / 3
