@@ -195,7 +195,7 @@ def test_a_command_refuses_in_one_line_before_it_starts_ranks(tmp_path, monkeypa
         0,
     ),
 )
-def test_nothing_that_fits_has_an_exit_code_of_its_own(words, said, tmp_path):
+def test_the_exit_code_is_3_if_nothing_fits(words, said, tmp_path):
     """The leanest recipe has a stage for each head: a model of few heads is planned in a second.
 
     Seen red: 2, as for an argument that is refused.
@@ -237,7 +237,7 @@ def test_a_length_that_was_never_planned_follows_from_those_that_come_with_the_l
         assert text.startswith(f"tiny · {name} · 2 ranks · 80K tokens")
 
 
-def test_the_exit_code_is_that_of_the_verdict():
+def test_the_exit_code_follows_the_verdict():
     """Of the answer that is made, and of the one that was saved. Seen red: 0 for all; 3 for the second."""
     step = plan("tiny", "fsdp", tokens=4096, ranks=4)
     expandable, fixed = step.reserved_peak(), step.reserved_peak(expandable=False)

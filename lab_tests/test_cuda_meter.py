@@ -209,7 +209,7 @@ def test_segments_grow_unless_the_environment_sets_the_allocator(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     # Another allocator than torch's own has no snapshot, and raises an error.
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pytest.fail("asked") if name else segments)
-    assert cuda.grow_segments() == (0 if name else 3)
+    assert cuda.use_expandable_segments() == (0 if name else 3)
     assert calls == ([] if name else ["emptied", True])
 
 
@@ -224,7 +224,7 @@ def test_the_segments_of_a_rank_grow_before_its_model_is_made(
         calls.append("start")
         raise InterruptedError
 
-    monkeypatch.setattr(on_ranks, "grow_segments", lambda: calls.append("grow"))
+    monkeypatch.setattr(on_ranks, "use_expandable_segments", lambda: calls.append("grow"))
     monkeypatch.setattr(on_ranks, "start", start)
     job = make_job(small_config(), "fsdp", tokens=TOKENS, ranks=1)
     with pytest.raises(InterruptedError):

@@ -294,7 +294,7 @@ def test_a_row_has_the_allocators_setting_of_its_item(monkeypatch, expandable):
     assert given == [expandable]
     # Seen red: a rehearsal in this process would let segments of fixed sizes grow.
     monkeypatch.setattr(cuda, "set_expandable_segments", given.append)
-    cuda.grow_segments()
+    cuda.use_expandable_segments()
     assert given == [expandable]
 
 

@@ -168,7 +168,7 @@ def test_a_trainer_on_a_gpu_lets_segments_grow(
         TrainingArguments, recipe="upipe", tokens=TOKENS, output_dir=str(tmp_path), **QUIET
     )
     monkeypatch.setattr(TrainingArguments, "device", torch.device("cuda", 0))
-    monkeypatch.setattr("lab.hf.trainer.grow_segments", lambda: (calls.append("grow"), fixed)[1])
+    monkeypatch.setattr("lab.hf.trainer.use_expandable_segments", lambda: (calls.append("grow"), fixed)[1])
     monkeypatch.setattr(Trainer, "__init__", made)
     with pytest.raises(InterruptedError):
         LongTrainer(None, args)

@@ -54,36 +54,31 @@ def test_what_fits_to_the_byte(offload_plan, device, host, fits, limit):
     assert (plan.fits, plan.limit) == (fits, limit)
 
 
-RETRY = "retries of the allocator with expandable segments: 1"
-
-
 def test_the_verdict_counts_what_the_allocator_reserves():
     """To the byte. Seen red: tensors alone, one kind of segments alone, no limit of the allocator."""
     plan = lab.plan("tiny", "fsdp", tokens=4096, ranks=4)
     expandable, fixed = plan.reserved_peak(), plan.reserved_peak(expandable=False)
     assert plan.device_peak < expandable < fixed
-    tensors_alone = "does not fit: device memory, though its tensors alone would"
-    expected = {
-        fixed: ("fits", "fits"),
-        fixed - 1: ("fits with expandable segments",) * 2,
-        expandable: ("fits with expandable segments",) * 2,
-        expandable - 1: ("does not fit", f"{tensors_alone}; {RETRY}"),
-        plan.device_peak: (
-            "does not fit",
-            f"{tensors_alone}; with expandable segments the allocator runs out of memory",
-        ),
-        plan.device_peak - 1: ("does not fit", "does not fit: device memory"),
-    }
-    for memory, (fit, verdict) in expected.items():
+    none, growing = "does not fit: device memory", "fits with expandable segments"
+    alone = f"{none}, though its tensors alone would; "
+    retries = f"{alone}retries of the allocator with expandable segments: 1"
+    fails = f"{alone}with expandable segments the allocator runs out of memory"
+    for memory, retried, fit, verdict in (
+        (fixed, 0, "fits", "fits"),
+        (fixed - 1, 0, growing, growing),
+        (expandable, 0, growing, growing),
+        (expandable - 1, 1, "does not fit", retries),
+        (plan.device_peak, None, "does not fit", fails),
+        (plan.device_peak - 1, None, "does not fit", none),
+    ):
         asked = on_machine(plan, device_memory=memory)
         assert (asked.fit, asked.verdict, asked.fits) == (fit, verdict, fit != "does not fit")
-        assert asked.retries == (0 if asked.fits else 1 if verdict.endswith(RETRY) else None)
-        assert asked.to_json()["alloc_retries"] == asked.retries
+        assert asked.to_json()["alloc_retries"] == asked.alloc_retries == retried
     # The lab sets expandable segments. Seen red: "fits", where these reserve more than those of fixed sizes.
     small = lab.plan("tiny", "checkpoint", tokens=256, ranks=1)
     asked = on_machine(small, device_memory=small.reserved_peak(expandable=False))
     assert small.reserved_peak() > asked.machine.device_memory > small.device_peak
-    assert (asked.fit, asked.retries) == ("does not fit", None)
+    assert (asked.fit, asked.alloc_retries) == ("does not fit", None)
     # Without the bytes of CUDA there is no allocator.
     tensors = lab.plan("tiny", "fsdp", tokens=4096, ranks=4, workspace=False)
     assert on_machine(tensors, device_memory=tensors.device_peak).fit == "fits"

@@ -195,7 +195,7 @@ def test_the_report_says_what_the_allocator_did_and_which_limit_it_had() -> None
     )  # fmt: skip
     text = repr(on_cuda)
     assert "device memory 79.0 GiB, all that the GPU has: 80.0 GiB were asked for\n" in text
-    assert "reserved      3.00 GiB (5 retries), 1.00 GiB outside torch\n" in text
+    assert "reserved      3.00 GiB (retries: 5), 1.00 GiB outside torch\n" in text
     said = on_cuda.to_json()
     assert (said["reserved_peak"], said["alloc_retries"], said["device_memory"]) == (3 * GiB, 5, 79 * GiB)
     row = _row("fsdp", TOKENS, {"fsdp": on_cuda})
@@ -244,7 +244,7 @@ def test_a_text_and_a_tokenizer_are_taken(verb: str, tmp_path: Path, monkeypatch
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_the_loss_of_a_rehearsal_is_near_that_of_the_ranks(recipe: str, ranks4: Cluster) -> None:
-    """Peers repeat the labels of this rank, and their sum. Seen red: the sum alone, so 4 times the loss."""
+    """Peers repeat the labels of this rank, and their sum. Seen red: the sum alone, so 4/3 of the loss."""
     asked = {"tokens": 64, "rows": 3, "compute_dtype": None}
     rehearsed = lab.rehearse(odd(), recipe, ranks=4, machine="cpu", **asked)
     run = lab.run(odd(), recipe, steps=1, cluster=ranks4, **asked)

@@ -377,10 +377,12 @@ def test_weights_that_are_not_used_are_not_looked_at(several, digits):
     assert "model-00002-of-00007.safetensors is missing: download or copy the weights again" in report
 
 
-def test_a_folder_that_cannot_be_listed_is_refused(folder, monkeypatch):
-    (folder / "model.safetensors").unlink()
+def test_a_folder_that_cannot_be_read_is_refused(folder, monkeypatch):
+    part = (folder / "model.safetensors").rename(folder / "part")
+    monkeypatch.setattr(Path, "is_file", lambda path: refuse(path) if path == part else os.path.isfile(path))
+    assert "DIR/part cannot be read (Permission denied), and may hold weights" in refusal(folder)
     monkeypatch.setattr(Path, "iterdir", refuse)
-    assert "DIR cannot be listed (Permission denied), and may hold weights" in refusal(folder)
+    assert "DIR cannot be read (Permission denied), and may hold weights" in refusal(folder)
 
 
 def refuse(path):

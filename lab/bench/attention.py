@@ -14,7 +14,7 @@ from lab.bench.slice_check import slice_errors
 from lab.bench.software import device_and_versions
 from lab.bench.table import Row, Say
 from lab.bench.timing import rounds, seconds
-from lab.memory.cuda import AllocatedPeak, grow_segments
+from lab.memory.cuda import AllocatedPeak, use_expandable_segments
 from lab.planning.costs import BACKWARD_FLOPS
 from lab.techniques.attention.flash import cuda_forward, flash_backward
 from lab.techniques.attention.kernel import Kernel
@@ -51,7 +51,7 @@ def measure_attention(lengths: Sequence[int], say: Say) -> Iterator[Row]:
     """
     cuda = torch.cuda.is_available()
     if cuda:
-        grow_segments()
+        use_expandable_segments()
     device = torch.device("cuda" if cuda else "cpu")
     machine = kernel_support(device)
     where = device_and_versions(device.type)

@@ -49,7 +49,7 @@ def figures(item: Item, where: DeviceType) -> dict[str, Any]:
     """
     if where == "cuda":
         set_expandable_segments(item.expandable)
-        # What is measured leaves the allocator as the environment has it.
+        # ``use_expandable_segments`` changes nothing if this variable is set.
         os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{item.expandable}"
     saved = _saved_plans()
     try:

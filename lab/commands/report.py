@@ -33,7 +33,7 @@ MARKS: dict[Fit | None, str] = {
 }
 """How a plan fits, behind its device peak."""
 
-EXPANDABLE = "(fits): with expandable segments alone (PYTORCH_ALLOC_CONF=expandable_segments:True)"
+EXPANDABLE = "(fits): only with expandable segments, which the lab sets"
 
 BAR = 32
 """The length of the longest bar, in characters."""

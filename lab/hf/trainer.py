@@ -28,7 +28,7 @@ from lab.hf.saving import (
 )
 from lab.hf.shared_sequences import SharedSequences, parallelism
 from lab.hf.training_arguments import check_arguments, check_optimizer, check_trained
-from lab.memory.cuda import grow_segments
+from lab.memory.cuda import use_expandable_segments
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import gradient_norm, make_moments
 from lab.techniques.loss import IGNORED
@@ -122,11 +122,11 @@ class LongContext(Base):
                 "no arguments: make them by lab.hf.arguments(TrainingArguments, recipe='upipe', ...)"
             )
         check_arguments(args)
-        fixed = grow_segments() if args.device.type == "cuda" else 0
+        fixed = use_expandable_segments() if args.device.type == "cuda" else 0
         if fixed:
             get_logger(__name__).warning(
-                "lab.hf.LongContext: %s are in segments of fixed sizes, so a plan that fits with expandable "
-                "segments may not fit: set PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts",
+                "lab.hf.LongContext: %s of tensors are in segments of fixed sizes, so the step may run out "
+                "of memory: set PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts",
                 format_bytes(fixed),
             )
         super().__init__(model, args, *rest, **kwargs)

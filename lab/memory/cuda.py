@@ -81,12 +81,12 @@ class CudaAllocator:
         )
 
 
-def grow_segments() -> int:
-    """Let the segments of CUDA's allocator grow, unless the environment sets the allocator.
+def use_expandable_segments() -> int:
+    """Set expandable segments of CUDA's allocator, unless the environment sets the allocator.
 
-    When the device is nearly full, segments of fixed sizes reserve several GiB more than they hold. Those
-    that hold no tensor now are given back first. Returns the bytes of tensors that remain in the others on
-    the current device; 0 if the environment sets the allocator.
+    When the device is nearly full, segments of fixed sizes reserve several GiB more than they hold. Empty
+    ones are released first. Returns the bytes of tensors that are still in segments of fixed sizes on the
+    current device; 0 if the environment sets the allocator.
     """
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return 0

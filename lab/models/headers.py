@@ -43,7 +43,7 @@ def weights_in(folder: Path) -> Literal["single", "index", "foreign", "none"]:
     folder deeper, as in the original/ of a published model.
 
     Raises:
-        ModelError: The directory cannot be listed.
+        ModelError: The directory cannot be read.
     """
     if os.path.lexists(folder / SINGLE):
         return "single"
@@ -85,12 +85,12 @@ def _foreign(folder: Path) -> list[Path]:
     try:
         inside = list(folder.iterdir())
         inside += [path for one in inside if one.is_dir() for path in one.iterdir()]
+        return sorted(filter(_may_hold_weights, inside))
     except OSError as error:
         raise ModelError(
-            f"{error.filename} cannot be listed ({error.strerror}), and may hold weights: let this user read "
+            f"{error.filename} cannot be read ({error.strerror}), and may hold weights: let this user read "
             "it, or give a directory with config.json alone for random weights"
         ) from error
-    return sorted(filter(_may_hold_weights, inside))
 
 
 def _may_hold_weights(path: Path) -> bool:

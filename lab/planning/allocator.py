@@ -1,9 +1,10 @@
 """A model of CUDA's caching allocator: the bytes that a step reserves, and not only those that it allocates.
 
 The allocator keeps what is freed and gives it to later tensors. A tensor that fits into no free block makes
-it ask the device for more, so it reserves more than is ever allocated at once. This file follows the storages
-of a timeline, in their order, by the rules of PyTorch's ``c10/cuda/CUDACachingAllocator.cpp``. The functions
-that are named below are those of that file, with the default settings of ``PYTORCH_CUDA_ALLOC_CONF``.
+it ask the device for more, so it reserves more than is ever allocated at once. When the device is full, it
+releases what is cached, and asks again: a retry. This file follows the storages of a timeline, in their
+order, by the rules of PyTorch's ``c10/cuda/CUDACachingAllocator.cpp``. The functions that are named below are
+those of that file, with the default settings of ``PYTORCH_CUDA_ALLOC_CONF``.
 
 Each stream has free blocks of its own (``streams_of``), those of small and of large tensors apart. What is
 not in a timeline is not followed: scratch before the first step, temporaries inside kernels that the
@@ -43,8 +44,8 @@ COMPUTE, ALL_GATHER, REDUCE, ALL_REDUCE = "compute", "all-gather", "reduce", "al
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addmm_")
 
 
-class OutOfReserved(MemoryError):
-    """The device does not hold a tensor, even after everything that was cached was given back."""
+class SimulatedOutOfMemory(MemoryError):
+    """The device does not hold a tensor, even after all that is cached was released."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +60,7 @@ class Block:
     after: Block | None = None
 
     @property
-    def room(self) -> int:
+    def expandable_size(self) -> int:
         """Its bytes, and those that it can grow by."""
         return self.size + (self.after.size if self.after is not None and not self.after.mapped else 0)
 
@@ -78,9 +79,9 @@ class Pool:
         self.free: list[tuple[int, int]] = []
         """Their sizes and addresses, in order: the smallest that fits is the best."""
         self.reserved = 0
-        self.least_rest = BLOCK if small else SMALL + 1
+        self.min_remaining = BLOCK if small else SMALL + 1
         """The smallest remainder that is split off (should_split)."""
-        self._end = 0
+        self._end = 0  # the address of the next segment
 
     def take(self, size: int) -> Block | None:
         """Return the best free block, without what is split off; None if no block fits (get_free_block)."""
@@ -92,7 +93,7 @@ class Pool:
         while place + 1 < len(self.free):
             place += 1
             larger = self.blocks[self.free[place][1]]
-            if larger.room >= best.room:
+            if larger.expandable_size >= best.expandable_size:
                 break
             best = larger
         return self._split(self._pick(best), size)
@@ -117,15 +118,15 @@ class Pool:
         block.allocated = False
         self._put(self._merged(block))
 
-    def give_back(self) -> None:
-        """Give whole free segments back to the device (release_blocks)."""
+    def release_cached(self) -> None:
+        """Release whole free segments to the device (release_blocks)."""
         for block in [*self.blocks.values()]:
             if block.before is None and block.after is None:
                 self.reserved -= self._pick(block).size
 
     def _split(self, block: Block, size: int) -> Block:
         """Mark a block as allocated. What remains of it stays free, if it is large enough."""
-        if block.size - size >= self.least_rest:
+        if block.size - size >= self.min_remaining:
             self._put(self._cut(block, size))
         block.allocated = True
         return block
@@ -172,23 +173,23 @@ class ExpandablePool(Pool):
 
     def __init__(self, small: bool) -> None:
         super().__init__(small)
-        self.least_rest = BLOCK
+        self.min_remaining = BLOCK
         self.unmapped = [Block(0, ADDRESSES, mapped=False)]
         """The blocks that are not mapped, by address."""
 
     def grow(self, size: int, left: int) -> Block | None:
-        """Return a block of new pages, and of free blocks beside them (try_allocate_expandable_block)."""
+        """Return a block of new pages, and of adjacent free blocks (try_allocate_expandable_block)."""
         # The lowest address at which free and unmapped blocks follow each other for long enough.
-        for hole in self.unmapped:
-            before = hole.before
-            block = hole if before is None or before.allocated else before
+        for unmapped in self.unmapped:
+            before = unmapped.before
+            block = unmapped if before is None or before.allocated else before
             part: Block | None = block
-            found = more = 0
-            while found < size and part is not None and not part.allocated:
-                pages = 0 if part.mapped else min(round_up(size - found, self.page), part.size)
-                found, more = found + (pages or part.size), more + pages
+            available = more = 0
+            while available < size and part is not None and not part.allocated:
+                pages = 0 if part.mapped else min(round_up(size - available, self.page), part.size)
+                available, more = available + (pages or part.size), more + pages
                 part = part.after
-            if found >= size:
+            if available >= size:
                 break
         if more > left:
             return None
@@ -199,8 +200,8 @@ class ExpandablePool(Pool):
             block = self._map(block.after, size - block.size)
         return self._split(self._pick(block), size)
 
-    def give_back(self) -> None:
-        """Give whole free pages back to the device (unmap_block)."""
+    def release_cached(self) -> None:
+        """Release whole free pages to the device (unmap_block)."""
         for block in [*self.blocks.values()]:
             start, end = block.address, block.address + block.size
             first, last = round_up(start, self.page), end // self.page * self.page
@@ -216,14 +217,14 @@ class ExpandablePool(Pool):
             self.reserved -= block.size
             self._put(self._merged(block))
 
-    def _map(self, hole: Block, size: int) -> Block:
-        """Map the first pages of a hole, and return them with their free neighbours (map_block)."""
-        self._pick(hole)
-        if round_up(size, self.page) < hole.size:
-            self._put(self._cut(hole, round_up(size, self.page)))
-        hole.mapped = True
-        self.reserved += hole.size
-        block = self._merged(hole)
+    def _map(self, unmapped: Block, size: int) -> Block:
+        """Map the first pages of a block, and return them with their free neighbours (map_block)."""
+        self._pick(unmapped)
+        if round_up(size, self.page) < unmapped.size:
+            self._put(self._cut(unmapped, round_up(size, self.page)))
+        unmapped.mapped = True
+        self.reserved += unmapped.size
+        block = self._merged(unmapped)
         self._put(block)
         return block
 
@@ -231,7 +232,7 @@ class ExpandablePool(Pool):
         if block.mapped:
             super()._put(block)
         else:
-            insort(self.unmapped, block, key=lambda hole: hole.address)
+            insort(self.unmapped, block, key=lambda block: block.address)
 
     def _pick(self, block: Block) -> Block:
         if block.mapped:
@@ -251,7 +252,7 @@ class Allocator:
         allocated: The bytes that are allocated. They are those of blocks: a remainder that is not split off
             counts.
         allocated_peak: The most bytes that were allocated at once.
-        retries: How often everything that was cached was given back, because of the limit.
+        retries: How many times what is cached was released, and the device asked again (num_alloc_retries).
     """
 
     def __init__(self, expandable: bool, limit: int = ADDRESSES) -> None:
@@ -270,10 +271,10 @@ class Allocator:
         pool.release(block)
 
     def allocate(self, nbytes: int, stream: str = COMPUTE) -> tuple[Pool, Block]:
-        """Allocate a tensor. Near the limit, everything that is cached is given back first (malloc).
+        """Allocate a tensor. If the limit leaves too little, what is cached is released first (malloc).
 
         Raises:
-            OutOfReserved: The limit does not hold it.
+            SimulatedOutOfMemory: The limit does not hold it.
         """
         size = rounded(max(nbytes, 1))
         key = stream, size <= SMALL
@@ -284,10 +285,10 @@ class Allocator:
         if block is None:
             self.retries += 1
             for each in self.pools.values():
-                each.give_back()
+                each.release_cached()
             block = pool.grow(size, self.limit - self.reserved)
         if block is None:
-            raise OutOfReserved(f"{size} bytes more than {self.reserved} of {self.limit}")
+            raise SimulatedOutOfMemory(f"{size} bytes more than {self.reserved} of {self.limit}")
         self.allocated += block.size
         self.allocated_peak = max(self.allocated_peak, self.allocated)
         return pool, block
@@ -307,7 +308,7 @@ def reserved_bytes(timeline: Timeline, ranks: int, *, expandable: bool) -> int:
 
 
 def count_retries(timeline: Timeline, ranks: int, memory: int, *, expandable: bool) -> int | None:
-    """Return how often a device's allocator gives everything back that it has cached; None if it fails still.
+    """Return how many times a device's allocator releases its cache and asks again; None if it runs out.
 
     Args:
         timeline: As for ``simulate``, like ``expandable``.
@@ -317,7 +318,7 @@ def count_retries(timeline: Timeline, ranks: int, memory: int, *, expandable: bo
     """
     try:
         return simulate(timeline, expandable=expandable, limit=memory - outside_workspace(ranks)).retries
-    except OutOfReserved:
+    except SimulatedOutOfMemory:
         return None
 
 
@@ -330,10 +331,10 @@ def simulate(timeline: Timeline, *, expandable: bool = True, limit: int = ADDRES
     Args:
         timeline: That of a plan with ``workspace``.
         expandable: Whether segments are expandable.
-        limit: The most bytes that may be reserved: the device's without those outside torch.
+        limit: The most bytes that may be reserved: those of the device without CUDA's context and NCCL.
 
     Raises:
-        OutOfReserved: The limit does not hold a tensor.
+        SimulatedOutOfMemory: The limit does not hold a tensor.
     """
     storages = timeline.storages
     streams = streams_of(timeline)

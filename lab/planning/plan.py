@@ -137,8 +137,8 @@ class Plan:
         full = ""
         if self.limit == "device" and self.tensors_fit:
             fails = "; with expandable segments the allocator runs out of memory"
-            retries = f"; retries of the allocator with expandable segments: {self.retries}"
-            full = fails if self.retries is None else retries
+            retries = f"; retries of the allocator with expandable segments: {self.alloc_retries}"
+            full = fails if self.alloc_retries is None else retries
         return f"{self._fit_text}{host}{full}"
 
     @property
@@ -198,7 +198,7 @@ class Plan:
         )
 
     @cached_property
-    def retries(self) -> int | None:
+    def alloc_retries(self) -> int | None:
         """How many times the allocator releases its cache and asks the device again, in expandable segments.
 
         None if it runs out of memory, if the tensors alone do not fit, and where no allocator is simulated:
@@ -364,7 +364,7 @@ class Plan:
             "start_peak": self.start.device,
             "reserved_peak": self.reserved_peak(),
             "reserved_peak_fixed_segments": self.reserved_peak(expandable=False),
-            "alloc_retries": self.retries,
+            "alloc_retries": self.alloc_retries,
             "host_peak": self.host_peak,
             "host_peak_per_node": self.host_peak_per_node,
             "disk_peak": self.disk_peak,

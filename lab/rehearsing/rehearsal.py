@@ -90,7 +90,7 @@ class Rehearsal(Measured):
             memory = format_bytes(self.device_memory) + (less_text if self.device_memory < asked else "")
         if self.reserved_peak is not None and self.outside_torch is not None:
             allocator = (
-                f"{format_bytes(self.reserved_peak)} ({self.alloc_retries} retries), "
+                f"{format_bytes(self.reserved_peak)} (retries: {self.alloc_retries}), "
                 f"{format_bytes(self.outside_torch)} outside torch"
             )
         first = "" if self.timed_steps else ", the first one, with pinning and the meter"

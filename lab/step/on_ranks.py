@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lab import models
 from lab.errors import DataError, DivergedError, LabError
-from lab.memory.cuda import grow_segments
+from lab.memory.cuda import use_expandable_segments
 from lab.recipe.jobs import Job, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
 from lab.step import data
@@ -221,7 +221,7 @@ def make_rank_state(
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     if mesh.device_type == "cuda":
-        grow_segments()
+        use_expandable_segments()
     # The disk is asked first: nothing else is made for a folder that is refused.
     host_file = None if host_folder is None else open_host_file(host_folder, mesh.get_group())
     applied = start(
