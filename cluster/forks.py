@@ -214,6 +214,8 @@ def main() -> None:
         # A rank that needs the module raises the error itself, where it can be read.
         with suppress(Exception):
             importlib.import_module(name)
+    # Nor do ranks search it, after each call that made process groups.
+    gc.freeze()
     request = _serve(told)
     if request is not None:
         _become(request)

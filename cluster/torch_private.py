@@ -49,19 +49,30 @@ def abort_process_groups() -> None:
     _c10d._abort_process_group()
 
 
-def clear_mesh_caches() -> None:
+def clear_mesh_caches(*, of_all_threads: bool = True) -> None:
     """Clear the caches in which DTensor keeps its results for a mesh; a mesh keeps its process groups alive.
 
     Does nothing where `torch.distributed.tensor` is not imported.
+
+    Args:
+        of_all_threads: Whether to clear those of other threads too, such as a GPU's in backward. They are
+            searched for among all objects, which takes 50 ms and more.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
     torch._C._clear_DTensor_sharding_propagator_cache()
-    sys.modules["torch.distributed.tensor._redistribute"].clear_redistribute_planner_cache()
-    _clear_lru_caches()
+    redistribute: Any = sys.modules["torch.distributed.tensor._redistribute"]
+    redistribute.clear_redistribute_planner_cache()
+    redistribute._gen_transform_infos.cache_clear()
+    sys.modules["torch.distributed.tensor._collective_utils"].MeshTopoInfo.build_from_mesh.cache_clear()
+    propagator: Any = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher.sharding_propagator
+    type(propagator)._propagate_tensor_meta_cached.cache_clear()
+    propagator.propagate_op_sharding.cache.cache_clear()
+    if of_all_threads:
+        _clear_other_lru_caches()
 
 
-def _clear_lru_caches() -> None:
+def _clear_other_lru_caches() -> None:
     # A function of its own: the loop's variable keeps the last object alive, and that may be a part of a
     # model.
     for item in gc.get_objects():

@@ -1,5 +1,6 @@
 """What tests share: a cluster of four ranks, this process as one rank, plans kept away from the user's."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -65,6 +66,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = {*long} - {*third_of_day(long, date.today())}
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: to search it for garbage takes seconds of many tests."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

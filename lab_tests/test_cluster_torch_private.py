@@ -109,6 +109,37 @@ def test_dtensors_own_caches_are_emptied() -> None:
     assert float((sharded + sharded).sum().full_tensor()) == 48, "the caches are filled again"
 
 
+CACHES = {
+    "MeshTopoInfo.build_from_mesh", "ShardingPropagator._propagate_tensor_meta_cached",
+    "ShardingPropagator.propagate_op_sharding_non_cached", "_gen_transform_infos",
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("group")
+def test_the_caches_of_this_thread_are_cleared_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that torch has: another one would hold the mesh of a plan that has ended."""
+    names = ("", "._collective_utils", "._op_schema", "._redistribute")
+    tensor, collective, schema, redistribute = (
+        importlib.import_module(f"torch.distributed.tensor{name}") for name in names
+    )
+    mesh = init_device_mesh("cpu", (1,))
+    spec = tensor.distribute_tensor(torch.ones(6, 4), mesh, [tensor.Shard(0)])._spec
+    added = schema.OpSchema(torch.ops.aten.add.Tensor, (spec, spec), {})
+    propagator = tensor.DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding(added)
+    propagator._propagate_tensor_meta_cached(added)
+    redistribute._gen_transform_infos(spec, spec)
+    collective.MeshTopoInfo.build_from_mesh(mesh)
+    gc.unfreeze()
+    caches = [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper]
+    caches = [one for one in caches if str(one.__module__).startswith("torch.distributed.tensor")]
+    assert {one.__qualname__ for one in caches} == CACHES
+    assert {one.__qualname__ for one in caches if one.cache_info().currsize} == CACHES
+    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("looked for caches"))
+    torch_private.clear_mesh_caches(of_all_threads=False)
+    assert not any(one.cache_info().currsize for one in caches)
+
+
 def test_without_dtensor_there_is_nothing_to_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
     monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("looked for caches"))
