@@ -119,13 +119,7 @@ class Forks:
             cores: The cores that this process may use.
         """
         self.variables, self.cores = dict(variables), cores
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.forks"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=self.variables,
-            start_new_session=True,
-        )
+        self._process = self._start()
         self._ranks: dict[int, ForkedProcess] = {}
         self._new: SimpleQueue[ForkedProcess | None] = SimpleQueue()
         threading.Thread(target=self._read, name="forked ranks", daemon=True).start()
@@ -156,6 +150,15 @@ class Forks:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "cluster.forks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self.variables,
+            start_new_session=True,
+        )
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -216,6 +219,15 @@ def main() -> None:
             importlib.import_module(name)
     # Nor do ranks search it, after each call that made process groups.
     gc.freeze()
+    serve(told)
+
+
+def serve(told: int) -> None:
+    """Fork for each request, and return once all ranks have ended. In a fork, become the rank.
+
+    Args:
+        told: The descriptor of the file to which starts and ends are written.
+    """
     request = _serve(told)
     if request is not None:
         _become(request)

@@ -87,7 +87,7 @@ def pytest_terminal_summary(
     if config.option.markexpr == SHORT:
         terminalreporter.write_line(
             "This was the short run. `pytest -m long` has the rest: more pairs of techniques and families, "
-            "lengths, faults and pages, and notebooks."
+            "lengths, faults and pages, and the notebooks at their own sizes."
         )
     if config.option.third:
         terminalreporter.write_line(

@@ -132,6 +132,7 @@ def test_the_caches_of_this_thread_are_cleared_without_a_search(monkeypatch: pyt
     collective.MeshTopoInfo.build_from_mesh(mesh)
     gc.unfreeze()
     caches = [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper]
+    gc.freeze()
     caches = [one for one in caches if str(one.__module__).startswith("torch.distributed.tensor")]
     assert {one.__qualname__ for one in caches} == CACHES
     assert {one.__qualname__ for one in caches if one.cache_info().currsize} == CACHES

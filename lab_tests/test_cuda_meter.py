@@ -194,7 +194,7 @@ def test_torch_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_grow_unless_the_environment_sets_the_allocator(
+def test_segments_are_expandable_unless_the_environment_sets_the_allocator(
     name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[object] = []

@@ -154,7 +154,7 @@ ARGUMENTS: list[tuple[str, Action]] = [
 
 
 @pytest.mark.parametrize("fixed", [0, 3 * 2**30])
-def test_a_trainer_on_a_gpu_lets_segments_grow(
+def test_a_trainer_on_a_gpu_uses_expandable_segments(
     fixed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a stand-in for the GPU. Seen red: no call, and no warning."""

@@ -19,7 +19,7 @@ from lab.show.context_table import context_table
 
 SMALL = (Rental(2, "rtx4090", "15GiB", 2, "little"), Rental(2, "rtx5090", "16GiB", 2, "more"))
 
-NAMES = ("ulysses", "upipe", "streamed")
+NAMES = ("ulysses", "upipe")
 
 
 @pytest.fixture(scope="module")

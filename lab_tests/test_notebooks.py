@@ -16,6 +16,7 @@ from lab.jupyter.executing import execute, execute_one, find_notebooks, known_se
 from lab.jupyter.notebook_files import FOLDER, code_cells, read_notebook, source_hash
 from lab.jupyter.storing import find_stale
 from lab_tests.proofs.notebooks import FACT, changed_facts, measure_notebooks
+from lab_tests.support.warm_kernels import warm_kernels
 
 NAMES = [notebook.name for notebook in find_notebooks([])]
 SMALL = {
@@ -24,32 +25,36 @@ SMALL = {
     "02_ulysses": "model={model} tokens=128 ranks=2",
     "03_activation_checkpointing": "model={model} tokens=1024 ranks=2",
     "04_cpu_offload": "model={model} tokens=384 ranks=2",
-    "05_sequence_tiling": "model={model} tokens=384 layers=1 ranks=2",
+    "05_sequence_tiling": "model={model} tokens=384 layers=1 ranks=2 big={model} big_tokens=64K",
     "06_untied_ulysses": (
-        "model={model} tokens=512 layer_tokens=1024 lessons=70 ranks=2 big={model} big_ranks=8 big_tokens=64K"
+        "model={model} tokens=512 layer_tokens=1024 lessons=70 ranks=2 big={model} big_ranks=4 "
+        "big_tokens=64K exercise_tokens=32K"
     ),
     "07_profiling": "model={model} tokens=80 ranks=2 steps=2",
     "08_road_to_5m": (
-        "model={model} yours={model} your_ranks=8 tokens=64K ladder_tokens=32K fit_tokens=16K "
-        "stacks=['upipe']"
+        "model={model} ranks=2 yours={model} your_ranks=2 tokens=64K ladder_tokens=64K fit_tokens=64K "
+        "stacks=['offload']"
     ),
-    "09_your_model": "model={model} tokens=128 ranks=2 your_tokens=64K",
+    "09_your_model": (
+        "model={model} tokens=128 ranks=2 your_ranks=2 your_tokens=64K lengths=['64K','128K'] "
+        "device_memory=4GiB"
+    ),
     "10_past_five_million": (
-        "model={model} tokens=64K segment=2 further=96K further_ranks=8 further_ulysses=8 tiny_tokens=512 "
-        "yours={model} your_tokens=64K your_ranks=8 your_ulysses=8"
+        "model={model} tokens=64K segment=2 further=96K further_ranks=8 further_ulysses=8 tiny_tokens=128 "
+        "tiny_tiles=4 chunks=[32] yours={model} your_tokens=64K your_ranks=8 your_ulysses=8"
     ),
     "11_your_trainer": "model={model} tokens=256 big={model} big_tokens=4K big_lora=4",
     "12_stages_and_overlap": "model={model} layer_tokens=1024 ranks=2 big=tiny planned=[[8,'64K']]",
-    "13_ring": "model={model} tokens=256 ranks=2 big={model} big_tokens=64K",
+    "13_ring": (
+        "model={model} tokens=256 ranks=2 big={model} big_tokens=64K exercise={model} exercise_ranks=16 "
+        "exercise_tokens=64K"
+    ),
     "90_reproduce_paper": (
         "models=['llama3-8b'] methods=['upipe','fpdt'] lengths=['128K'] stacks=['upipe'] ablation=False "
         "searched=[] others=False trl_ranks=[] stages=[1,2] stage_tokens=128K"
     ),
 }
-"""Another size than the stored one: a notebook must hold at more than the numbers it was written with.
-
-The model is a small one too, so that each takes less than half a minute.
-"""
+"""Another size than the stored one: a notebook must hold at more than the numbers it was written with."""
 
 
 def of_eight_heads():
@@ -116,14 +121,22 @@ def test_a_fact_that_changed_is_found(tmp_path, request):
     assert "8" in "".join(found)
 
 
-@pytest.mark.long
+@pytest.fixture(scope="module")
+def kernels():
+    with warm_kernels() as folder:
+        yield folder
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_runs_at_another_size(name, tmp_path):
+def test_a_notebook_runs_at_another_size(name, tmp_path, kernels, monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", str(kernels))
     models.save(models.build(of_eight_heads()), tmp_path / "model")
     given = dict(pair.split("=", 1) for pair in SMALL[name].format(model=tmp_path / "model").split())
     assert execute([name], given, tmp_path) == []
     cells = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4).cells
-    assert all(cell.execution_count for cell in cells if cell.cell_type == "code")
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in code)
+    assert any("image/png" in output.get("data", {}) for cell in code for output in cell.outputs)
 
 
 @pytest.mark.first

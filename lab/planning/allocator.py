@@ -262,7 +262,7 @@ class Allocator:
 
     @property
     def reserved(self) -> int:
-        """The bytes that the device has given. Without a limit, none are given back."""
+        """The bytes reserved from the device. Without a limit, none are released."""
         return sum(pool.reserved for pool in self.pools.values())
 
     def free(self, pool: Pool, block: Block) -> None:

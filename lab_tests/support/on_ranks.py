@@ -81,8 +81,8 @@ def end_on(culprit: int) -> None:
     dist.barrier()
 
 
-# Seconds in which the cluster notices a failure, or ends what it started: 1 to 10 on two idle cores, and
-# 3 times as many on a busy machine. After 60, the ranks' timeout and ipyparallel's heartbeats do the same.
+# Seconds in which the cluster notices a failure, or ends what it started, on a busy machine too. After 60 s
+# the ranks' timeout and ipyparallel's heartbeats would do the same.
 IN_TIME = 50.0
 
 
