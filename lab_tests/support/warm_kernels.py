@@ -1,7 +1,7 @@
 """Kernels as forks of one process, which has imported what the notebooks import.
 
 These imports, in a kernel and in the process whose forks are its ranks, would be half the time of a small
-notebook.
+notebook. Where the stored notebooks are executed, each kernel is a process of its own.
 """
 
 import gc
@@ -50,7 +50,6 @@ def warm_kernels() -> Iterator[Path]:
         with subprocess.Popen(serving, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout.readline() == b"ready\n"
             yield Path(folder)
-            process.stdin.close()
 
 
 def serve(path: str) -> socket.socket | None:
@@ -74,7 +73,7 @@ def serve(path: str) -> socket.socket | None:
 
 
 def become_kernel(client: socket.socket) -> None:
-    """Run the kernel that the client asks for. It ends with the client."""
+    """Run the kernel that the client asks for. It ends with the client, and with the process of the tests."""
     connection_file, folder, variables = json.loads(client.makefile().readline())
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -97,7 +96,7 @@ def become_kernel(client: socket.socket) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_client, daemon=True).start()
-    sys.argv[1:] = ["-f", connection_file]
+    sys.argv[1:] = ["-f", connection_file, f"--IPKernelApp.parent_handle={os.getppid()}"]
     import_module("ipykernel.kernelapp").launch_new_instance()
 
 
