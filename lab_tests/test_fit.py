@@ -221,5 +221,12 @@ def test_bf16_weights_fit_with_all_of_it_on_the_device(monkeypatch):
     assert any(one.recipe.offload == "none" for one in found)
 
 
-def test_a_preset_fits():
-    assert fit("llama3-8b", tokens="8M", ranks=8, device_memory="80GiB")[0].fits
+@pytest.mark.parametrize(
+    ("model", "tokens", "ranks", "memory"),
+    [
+        ("llama3.2-1b", "512K", 1, 24), ("llama3.2-1b", "512K", 1, 64), ("llama3-8b", "8M", 8, 80),
+        ("qwen3-32b", "3M", 8, 80),
+    ],
+)  # fmt: skip
+def test_a_preset_fits(model, tokens, ranks, memory):
+    assert fit(model, tokens=tokens, ranks=ranks, device_memory=memory * GiB)[0].fits
