@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,9 @@ _PLAIN = frozenset(
 
 _UNKNOWN = object()
 
+RESULTS = 20_000
+"""The most results of operators that are kept. A plan of a preset has about 1,500, of 1.2 KiB each."""
+
 
 class _Made(NamedTuple):
     """A tensor that an operator makes, over the storage of its tensor ``argument`` or over a new one."""
@@ -66,12 +69,13 @@ class PlanningMode(FakeTensorMode):
     What an operator returns is kept under a key that is made of its arguments: the number of one of them, or
     the sizes of a tensor that is made anew. No size is symbolic here. An operator is left to torch if an
     argument or a result is not a plain one, if the operator changes the sizes or the storage of an argument,
-    or if it cannot be told which of its arguments it returns.
+    or if it cannot be told which of its arguments it returns. All modes of a process share what is kept.
     """
+
+    _results: ClassVar[dict[tuple[object, ...], Any]] = {}
 
     def __init__(self, *, allow_non_fake_inputs: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
-        self._results: dict[tuple[object, ...], Any] = {}
         self._attributes: dict[torch.device, dict[str, object]] = {}
 
     @classmethod
@@ -94,6 +98,8 @@ class PlanningMode(FakeTensorMode):
         with suppress(LookupError):
             kept = self._kept(result, tensors, set())
             if self._key(func, args, kwargs)[0] == key and [*map(_storage_of, tensors)] == storages:
+                if len(self._results) >= RESULTS:
+                    self._results.clear()
                 self._results[key] = kept
         return result
 

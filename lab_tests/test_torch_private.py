@@ -156,7 +156,9 @@ def test_the_planning_mode_returns_what_torchs_mode_does_and_knows_it_again() ->
     with torch.no_grad(), torch_private.PlanningMode():
         results()
         misses = FakeTensorMode.cache_misses
+    with torch.no_grad(), torch_private.PlanningMode() as mode:
         again = results()
+    assert {getattr(tensor, "fake_mode", None) for tensor in again} == {mode}
     assert [facts_of(tensor) for tensor in again] == [facts_of(tensor) for tensor in expected]
     assert sharing(again) == sharing(expected)
     assert FakeTensorMode.cache_misses == misses
