@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from datetime import date
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from xdist.scheduler import LoadFileScheduling
 
 from cluster.ranks import Cluster
 from lab.show.tuner.planner import THREAD
@@ -66,6 +68,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = {*long} - {*third_of_day(long, date.today())}
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=others)
+
+
+APART = (
+    "test_notebooks.py::test_a_notebook_runs", "test_notebooks.py::test_each_notebook_runs",
+    "test_fit.py::test_a_preset_fits", "test_longest.py", "test_scaling.py",
+)  # fmt: skip
+"""Tests that take long and share nothing: each may run in any process. All others of a file run in one."""
+
+
+class _ByFile(LoadFileScheduling):  # type: ignore[misc]
+    def _split_scope(self, nodeid: str) -> str:
+        apart = nodeid.removeprefix("lab_tests/").startswith(APART)
+        return nodeid if apart else str(super()._split_scope(nodeid))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """Those that are apart come last: a scope of one test is behind all of several."""
+    return _ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:

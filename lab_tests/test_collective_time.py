@@ -13,7 +13,6 @@ from lab.errors import LabError
 from lab.memory.moment import Op
 from lab.memory.timeline import TimelineBuilder
 from lab.planning.costs import Costs
-from lab.planning.hardware import nearest
 from lab.recipe.jobs import make_job
 from lab.training import collective_time, planning_process, train
 from lab.training.collective_time import layers_time
@@ -63,12 +62,6 @@ def test_the_longest_layer_of_a_plan():
     assert copying.longest_layer == 14.0
     assert replace(plan, timeline=timeline.rows([0, 4, 5])).longest_layer == 0.0
     assert 0 < plan.longest_layer < plan.step_seconds / 4
-
-
-def test_the_device_of_the_table_that_torch_names():
-    assert nearest(H100) == "h100"
-    assert nearest("NVIDIA A100-SXM4-80GB") == "a100"
-    assert nearest("Tesla T4") == "rtx4090"  # the slowest of the table
 
 
 @pytest.mark.long

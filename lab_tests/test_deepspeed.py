@@ -1,4 +1,4 @@
-"""DeepSpeed's Ulysses in a model: the loss and gradients of the plain model and of the lab's Ulysses."""
+"""DeepSpeed's Ulysses in a model: the loss and gradients of the plain model."""
 
 import os
 import subprocess
@@ -16,7 +16,6 @@ from lab.errors import RecipeError
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
 from lab.techniques.offload import apply_offload
-from lab.techniques.ulysses import apply_ulysses
 from lab_tests.support.models import small_config, small_decoder
 from lab_tests.support.reference import error
 
@@ -41,7 +40,6 @@ FAMILIES = {
         },
     ),
 }
-APPLY = {"deepspeed": apply_deepspeed_ulysses, "ours": apply_ulysses}
 
 # The first use compiles an operator on this machine.
 pytestmark = [pytest.mark.usefixtures("_fresh_ranks_after_deepspeed"), pytest.mark.timeout(600)]
@@ -72,12 +70,12 @@ def steps(model, shard):
     return {"loss": loss, **{name: p.grad for name, p in model.named_parameters()}}
 
 
-def steps_on_rank(backend, family, dtype, size, checkpoint, kept):
+def steps_on_rank(family, dtype, size, checkpoint, kept):
     everyone = [dist.new_group(list(range(at, at + size))) for at in range(0, dist.get_world_size(), size)]
     group = everyone[dist.get_rank() // size]
     before = dict(ALL_ATTENTION_FUNCTIONS.items()), "DS_ACCELERATOR" in os.environ
     model = decoder(family, dtype)
-    APPLY[backend](model, group=group)
+    apply_deepspeed_ulysses(model, group=group)
     if checkpoint:
         apply_checkpointing(model)
     if kept:
@@ -86,11 +84,7 @@ def steps_on_rank(backend, family, dtype, size, checkpoint, kept):
     for tensor in got.values():
         dist.all_reduce(tensor, group=group)
     assert (dict(ALL_ATTENTION_FUNCTIONS.items()), "DS_ACCELERATOR" in os.environ) == before
-    kinds = {
-        type(m.self_attn.lab_attention._attention).__module__
-        for m in model.model.layers
-        if backend == "deepspeed"
-    }
+    kinds = {type(m.self_attn.lab_attention._attention).__module__ for m in model.model.layers}
     return got, kinds
 
 
@@ -109,15 +103,12 @@ def steps_on_rank(backend, family, dtype, size, checkpoint, kept):
     ],
     ids=str,
 )
-def test_loss_and_gradients_are_the_plain_models_and_the_labs(family, dtype, size, checkpoint, kept, ranks4):
+def test_loss_and_gradients_are_the_plain_models(family, dtype, size, checkpoint, kept, ranks4):
     wanted = steps(decoder(family, dtype), lambda t: t)
     tolerance = 1e-9 if dtype == torch.float64 else 5e-6
-    theirs = ranks4.apply(steps_on_rank, "deepspeed", family, dtype, size, checkpoint, kept)
-    ours = ranks4.apply(steps_on_rank, "ours", family, dtype, size, checkpoint, kept)
-    for (got, kinds), (mine, _) in zip(theirs, ours, strict=True):
+    for got, kinds in ranks4.apply(steps_on_rank, family, dtype, size, checkpoint, kept):
         assert kinds == {"deepspeed.runtime.sequence_parallel.ulysses_sp"}
         assert error(got, wanted) <= tolerance
-        assert error(got, mine) <= tolerance
 
 
 def refusals():

@@ -4,8 +4,6 @@ Seen red: documents that see each other, positions that do not restart, a label 
 documents, lengths that are off by one; ranks with other documents.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,56 +11,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cluster.ranks import Cluster
 from lab.errors import LabError
-from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.step.batches import shard_batch
 from lab_tests.support.documents import DOCUMENTS, TOKENS, relative_errors, save, token_ids
 
 pytestmark = pytest.mark.long
 
-MODELS = (("llama", 40, 8), ("gpt_oss", 28, 4))
-"""The family, the query heads and the key/value heads."""
-
-EVERYTHING = Recipe(
-    fsdp=True, ulysses=2, head_chunk=4, overlap=True, attention_tile=7, checkpoint=True, offload="attention",
-    mlp_tile=5, norm_tile=8, loss_tile=7, optimizer="host",
-)  # fmt: skip
-FURTHER = {
-    "everything": EVERYTHING,
-    "streamed, kept attention": replace(
-        EVERYTHING, mlp_tile=None, norm_tile=8, stream=5, segment=2, optimizer="device"
-    ),
-    "replicas": Recipe(ulysses=2, head_chunk=2),
-}
-
 
 @pytest.fixture(scope="module")
 def ranks2():
     with Cluster(ranks=2) as cluster:
         yield cluster
-
-
-def recipes(folder, ranks):
-    """Return the named recipes and three with more knobs; those with a ring are refused."""
-    named = {n: resolve_recipe(n, folder, ranks, TOKENS, compute_dtype=None) for n in RECIPE_NAMES}
-    assert all(recipe.ring == 1 for recipe in named.values())
-    return named | FURTHER
-
-
-def assert_exact(cluster, folder, ranks):
-    work = recipes(folder, ranks)
-    for rank in cluster.apply(relative_errors, [(folder, recipe) for recipe in work.values()]):
-        for name, errors in zip(work, rank, strict=True):
-            assert max(errors) < 1e-9, name
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
-def test_every_recipe_on_four_ranks(ranks4, tmp_path, model):
-    assert_exact(ranks4, save(tmp_path, *model), 4)
-
-
-def test_every_recipe_on_two_ranks(ranks2, tmp_path):
-    assert_exact(ranks2, save(tmp_path, *MODELS[0]), 2)
 
 
 @pytest.mark.usefixtures("_fresh_ranks_after_deepspeed")

@@ -74,12 +74,6 @@ def test_the_tables_are_transformers_own(family, tokens):
             torch.testing.assert_close(found, right, rtol=0, atol=3e-5)
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("tokens", [20, LIMIT, 43])
-def test_loss_and_gradients_on_one_rank(tokens):
-    assert parity_error(Recipe(), tokens, expected(tokens)) < 1e-9
-
-
 def test_loss_and_gradients_on_four_ranks(ranks4):
     """Of rows below and above the limit, divided and padded; 30 tokens are padded to 32, above the limit."""
     cases = {"ulysses": 24, "upipe": 48, "ring": LIMIT, "streamed": 43}

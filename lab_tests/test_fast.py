@@ -3,12 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
 
 import lab
-from lab.commands.cli import main
 from lab.errors import RecipeError
-from lab.models import config_of
 from lab.planning.hardware import hardware
 from lab.recipe.ladder import RECIPE_NAMES, ladder, recipe_by_name, resolve_recipe
 from lab.show.tuner.text import fields_to_set
@@ -30,16 +27,6 @@ def test_fast_is_upipe_with_its_attention_saved_and_no_rung():
 
 
 @pytest.mark.long
-def test_the_command_knows_fast():
-    words = "plan tiny --recipe fast --tokens 2K --ranks 4 --set head_chunk=32 --json"
-    planned = CliRunner().invoke(main, words.split())
-    assert planned.exit_code == 0, planned.output
-    assert '"offload": "attention"' in planned.output
-    asked = CliRunner().invoke(main, ["plan", "--help"])
-    assert "fast or long" in asked.output
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("knobs", [{}, {"ring": 2, "ulysses": 2}])
 def test_a_step_of_fast_has_an_attention_forward_less_and_more_to_copy(knobs):
     settings = {"fsdp": True, "ulysses": RANKS, "checkpoint": True, **knobs}
@@ -54,15 +41,6 @@ def test_a_step_of_fast_has_an_attention_forward_less_and_more_to_copy(knobs):
         assert inputs.device_seconds - kept.device_seconds == pytest.approx(saved, rel=1e-9)
     assert inputs.link_bytes > kept.link_bytes if knobs else inputs.link_bytes == kept.link_bytes
     assert kept.host_seconds > inputs.host_seconds
-
-
-@pytest.mark.long
-def test_where_attention_takes_most_of_the_time_fast_takes_less():
-    model = config_of("tiny")
-    model.num_hidden_layers = 2
-    made = {name: lab.plan(model, name, tokens="1M", ranks=8) for name in ("upipe", "fast")}
-    assert made["fast"].step_seconds < made["upipe"].step_seconds
-    assert made["fast"].host_peak > made["upipe"].host_peak
 
 
 @pytest.mark.long

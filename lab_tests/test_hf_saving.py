@@ -23,7 +23,7 @@ from lab.errors import CheckpointError
 from lab.hf.ranks import fresh_process
 from lab.hf.saving import FOLDER, GROUPS, load_optimizer, load_whole_state, whole_state
 from lab_tests.support import killed_training
-from lab_tests.support.small_trainings import Case, long_trainer, model, plain_trainer
+from lab_tests.support.small_trainings import Case, long_trainer, model
 from lab_tests.support.trainers import launch, whole
 
 pytestmark = [
@@ -256,17 +256,16 @@ def test_a_checkpoint_without_the_optimizer_is_refused(
         long_trainer(ON_OTHER_RANKS, tmp_path).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("make", [long_trainer, plain_trainer])
-def test_settings_of_the_optimizer_are_those_of_the_checkpoint(make: Any, tmp_path: Path) -> None:
+def test_settings_of_the_optimizer_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     """As with the plain trainer: its settings and its learning rate too, whatever the new arguments say."""
     case = Case(dtype="float32", steps=STEPS, settings={**SETTINGS, "weight_decay": 0.1})
     others = {
         "learning_rate": 0.02, "adam_beta1": 0.5, "adam_beta2": 0.7, "adam_epsilon": 0.01, "weight_decay": 0.4
     }  # fmt: skip
     with fresh_process():
-        unbroken = trained(make(case, tmp_path))
+        unbroken = trained(long_trainer(case, tmp_path))
         changed = replace(case, settings={**SETTINGS, **others})
-        resumed = trained(make(changed, tmp_path), str(tmp_path / f"checkpoint-{SAVED}"))
+        resumed = trained(long_trainer(changed, tmp_path), str(tmp_path / f"checkpoint-{SAVED}"))
     assert resumed.logs == unbroken.logs
     check_equal(resumed.weights, unbroken.weights)
 

@@ -251,8 +251,6 @@ COMMANDS = {
     ("text", "said"),
     [
         ("", "lora='' names no adapters: write r=16, or"),
-        ("r=4,rank=5", "lora='r=4,rank=5' names no adapters: write r=16, or"),
-        ("r=0", "lora: r=0: it takes a whole number, 1 or more"),
         ("r=4,targets=lm_head", "lora: no projection 'lm_head' in the layers of this model: targets are"),
     ],
 )

@@ -57,6 +57,17 @@ SMALL = {
 """Another size than the stored one: a notebook must hold at more than the numbers it was written with."""
 
 
+@pytest.fixture(scope="session")
+def kernels():
+    with warm_kernels() as folder:
+        yield folder
+
+
+@pytest.fixture
+def warm(kernels, monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", str(kernels))
+
+
 def of_eight_heads():
     config = models.config_of("tiny")
     config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads = 2, 8, 8
@@ -121,15 +132,9 @@ def test_a_fact_that_changed_is_found(tmp_path, request):
     assert "8" in "".join(found)
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    with warm_kernels() as folder:
-        yield folder
-
-
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_runs_at_another_size(name, tmp_path, kernels, monkeypatch):
-    monkeypatch.setenv("JUPYTER_PATH", str(kernels))
+def test_a_notebook_runs_at_another_size(name, tmp_path):
     models.save(models.build(of_eight_heads()), tmp_path / "model")
     given = dict(pair.split("=", 1) for pair in SMALL[name].format(model=tmp_path / "model").split())
     assert execute([name], given, tmp_path) == []
@@ -216,6 +221,7 @@ def test_a_parameter_that_is_no_literal_is_refused(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("warm")
 def test_a_failure_names_the_cell_and_the_rank_and_exits_with_1(tmp_path):
     fails = """
 import lab
@@ -242,6 +248,7 @@ with lab.Cluster(ranks=2) as cluster:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("warm")
 def test_failures_and_seconds_are_counted(tmp_path):
     bad = write(tmp_path / "bad.ipynb", "a = 0", "1 / a")
     good = write(tmp_path / "good.ipynb", "a = 0")
@@ -255,6 +262,7 @@ def test_failures_and_seconds_are_counted(tmp_path):
     assert 0 < fine["seconds, median"] <= fine["worst"]
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_notebook_is_stored_in_place_without_papermills_traces(tmp_path):
     """And executed once more it is the same file: the widget keeps its random ids."""
     shown = "from ipywidgets import HBox, IntSlider\ndisplay(HBox([IntSlider(n), IntSlider(8)]))\nn"
@@ -291,6 +299,7 @@ def test_the_outputs_of_a_notebook_and_the_sources_that_it_shows_are_the_current
     assert find_stale(FOLDER / f"{name}.ipynb") is None, "lab execute --stale --in-place"
 
 
+@pytest.mark.usefixtures("warm")
 def test_stale_notebooks_alone_are_executed_in_place_and_are_current_then(tmp_path):
     imports = "import lab\nfrom lab.errors import NotebookError"
     edited = Path(write(tmp_path / "edited.ipynb", "n = 7"))

@@ -13,11 +13,9 @@ from lab.techniques.host_transfer import HostCopier, HostTensor, piece_sizes
 from lab.techniques.offload import apply_offload
 from lab_tests.support.decoder_step import (
     BATCH,
-    FAMILIES,
     HIDDEN,
     LAYERS,
     TOKENS,
-    VOCAB,
     batch,
     checkpoint_and_offload,
     decoder,
@@ -32,9 +30,8 @@ DEEP = 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bit_for_bit_what_checkpointing_alone_gives(family, dtype):
-    model = decoder(family, dtype)
+def test_bit_for_bit_what_checkpointing_alone_gives(dtype):
+    model = decoder(dtype=dtype)
     checkpointed = copy.deepcopy(model)
     apply_checkpointing(checkpointed)
     assert error(step(checkpoint_and_offload(model)), step(checkpointed)) == 0
@@ -77,54 +74,6 @@ def test_one_copy_each_way_and_back_before_it_is_wanted():
     forward = ["to_host", again] * 3 + [again]
     backward = ["from_host", again, back] * 3 + [again, back]
     assert observed.order == forward + backward
-
-
-def test_passes_that_interleave_keep_their_own_inputs():
-    plain, model = decoder(layers=4), checkpoint_and_offload(decoder(layers=4))
-    torch.manual_seed(7)
-    batches = [
-        {n: torch.randint(0, VOCAB, (1, length)) for n in ("input_ids", "labels")} for length in (20, 33)
-    ]
-    gradients = []
-    for each in (plain, model):
-        losses = [each(**b).loss for b in batches]
-        for loss in losses:  # both forwards before the first backward
-            (loss / 4).backward()
-        gradients.append({name: p.grad for name, p in each.named_parameters()})
-    assert error(gradients[1], gradients[0]) <= 1e-9
-
-
-def test_a_retained_graph_can_be_walked_twice():
-    plain, model = decoder(), checkpoint_and_offload(decoder())
-    wanted = step(plain)
-    loss = model(**batch()).loss
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert (
-        error({n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}, wanted) <= 1e-9
-    )
-
-
-def test_after_a_pass_that_failed_the_next_is_right():
-    model, wanted = checkpoint_and_offload(decoder()), step(decoder())
-    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(**batch())
-    hook.remove()
-    assert error(step(model), wanted) <= 1e-9
-
-
-def test_frozen_embeddings():
-    plain, model = decoder(), decoder()
-    for each in (plain, model):
-        each.model.embed_tokens.requires_grad_(False)
-        each.model.layers[0].requires_grad_(False)
-    checkpoint_and_offload(model)
-    for each in (plain, model):
-        each(**batch()).loss.backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
-    assert error({n: p.grad for n, p in model.named_parameters() if p.requires_grad}, wanted) <= 1e-9
-    assert model.model.embed_tokens.weight.grad is None
 
 
 def test_a_plan_counts_device_and_host_bytes():

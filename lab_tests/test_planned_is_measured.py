@@ -93,7 +93,6 @@ CASES = {
         replace(UPIPE, head_chunk=4), 499, 1,
     ),
     "optimizer on the host": (odd(num_hidden_layers=8), replace(OFFLOAD, optimizer="host"), 250, 1),
-    "ten layers": (odd(num_hidden_layers=10), OFFLOAD, 250, 1),
     "streamed, tokens that do not divide": (odd(num_hidden_layers=3), replace(STREAMED, stream=50), 499, 1),
     "streamed, overlap, kept attention": (
         odd(num_hidden_layers=8), replace(STREAMED, overlap=True, offload="attention"), 250, 1,
@@ -124,8 +123,8 @@ CASES = {
 }  # fmt: skip
 """The model, the recipe, the tokens and the rows: what the table of cases in ``proofs/cases.py`` has not.
 
-A plan of more than seven layers is extrapolated, here by three layers and by five; one of more than ten with
-segments of three, by three.
+A plan of more than seven layers is extrapolated, here by three layers; one of more than ten with segments of
+three, by three.
 """
 
 

@@ -154,18 +154,6 @@ def test_plain_weights_are_not_quantized(tmp_path):
         assert quantization_of({"model_type": family}, folder) is None
 
 
-def test_the_config_without_its_field_is_planned(folder):
-    """The remedy of the line, as far as a config alone has it."""
-    document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**document, "quantization_config": {"quant_method": "fp8"}})
-    )
-    with pytest.raises(ModelError, match=r"^a checkpoint with quantized weights \(fp8\)" + REMEDY):
-        models.config_of(folder)
-    (folder / "config.json").write_text(json.dumps(document))
-    models.config_of(folder)
-
-
 def test_a_saved_answer_is_not_that_of_the_files_of_today(folder, tmp_path, monkeypatch):
     """Seen red: the answer of the plain weights came back for the quantized ones by the same names."""
     monkeypatch.setattr(plan_cache, "folder", lambda kind: tmp_path / "made" / kind)

@@ -285,26 +285,17 @@ def test_sizes_are_right_where_their_products_have_more_than_64_bits():
 
 
 @pytest.mark.long
-def test_the_fourth_length_is_not_walked(walks):
-    config = small_config(num_hidden_layers=1, vocab_size=104)
-    plans = [lab.plan(config, "upipe", tokens=tokens, ranks=RANKS) for tokens in SHORT]
+def test_the_fourth_length_is_not_walked_but_one_that_is_not_alike(walks):
+    plan = partial(lab.plan, small_config(num_hidden_layers=1, vocab_size=104), "upipe", ranks=RANKS)
+    plans = [plan(tokens=tokens) for tokens in SHORT]
     assert walks == [*SHORT[:3]]
     assert [plan.lengths for plan in plans] == [(), (), (), SHORT[:3]]
+    for tokens, more in ((SHORT[3] + 4, {}), (2048, {}), (SHORT[3], {"rows": 2})):
+        assert plan(tokens=tokens, **more).lengths == ()
+        assert walks[-1] == tokens
+    assert len(walks) == 6
     own = whole_step.walk(plans[3].job, workspace=True)
     assert own.steps[0].priced(Machine(), RANKS)[0].device_peak == plans[3].timeline.device_peak
-
-
-@pytest.mark.parametrize(
-    ("tokens", "more"),
-    mostly_long([(SHORT[3] + 4, {}), (2048, {}), (SHORT[3], {"rows": 2})]),
-)
-def test_what_is_not_alike_is_walked(walks, tokens, more):
-    config = small_config(num_hidden_layers=1, vocab_size=104)
-    for length in SHORT[:3]:
-        lab.plan(config, "upipe", tokens=length, ranks=RANKS)
-    walks.clear()
-    assert lab.plan(config, "upipe", tokens=tokens, ranks=RANKS, **more).lengths == ()
-    assert walks == [tokens]
 
 
 @pytest.mark.long

@@ -236,6 +236,7 @@ OWN = (
     Case("llama", 24, 1, {"ulysses": 4, "head_chunk": 12, "fsdp": True, "norm_tile": 8}),
     Case("llama", 24, 2, {"ulysses": 4, "head_chunk": 8, "fsdp": True, "mlp_tile": 5}),
     Case("llama", 24, 24, {"ulysses": 2, "ring": 2, "head_chunk": 6, "fsdp": True, "mlp_tile": 5}),
+    Case("llama", 24, 6, {"ulysses": 2, "ring": 2, "head_chunk": 24, "overlap": True}),
     Case("llama", 24, 6, {"ulysses": 2}, tokens=3, fields={"num_hidden_layers": 1}),
     Case("qwen2", 3, 1, {"fsdp": True, "mlp_tile": 100}, tokens=101, rows=2, fields={"head_dim": 2}),
     Case(

@@ -24,7 +24,6 @@ from transformers.models.cohere2 import modeling_cohere2
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from lab.bench.gradients import error
 from lab.decoder import FAMILIES, PER_LAYER, Patch
 
 VOCABULARY, HEAD_DIM = 101, 10
@@ -181,14 +180,9 @@ def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
 
 
 @exact_modules()
-def truth(
-    cfg: LlamaConfig, ids: Tensor, dtype: torch.dtype = torch.float64, rounded: torch.dtype | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the plain model in one process; the labels are ``ids`` rolled by one.
-
-    ``rounded``: the weights are those of a model of this dtype, whatever the arithmetic.
-    """
-    model = exact_rotary(build(cfg, rounded or dtype).to(dtype))
+def truth(cfg: LlamaConfig, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the plain model in one process; the labels are ``ids`` rolled by one."""
+    model = exact_rotary(build(cfg))
     loss = loss_of(model(input_ids=ids, use_cache=False).logits, ids.roll(-1, 1)) / ids.numel()
     loss.backward()
     return loss.detach(), gradients(model)
@@ -201,38 +195,6 @@ def textbook_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
     if causal:
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
     return scores.softmax(-1) @ v.double().repeat_interleave(group, 1), scores.logsumexp(-1)
-
-
-def sharded_gradients(
-    model: nn.Module, ids: Tensor, positions: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of a model of which each rank of ``group`` holds the tokens at ``positions`` [s]."""
-    logits = model(
-        input_ids=ids[:, positions], position_ids=positions[None].expand(len(ids), -1), use_cache=False
-    ).logits
-    loss = loss_of(logits, ids.roll(-1, 1)[:, positions]) / ids.numel()
-    loss.backward()
-    total, grads = loss.detach().clone(), gradients(model)
-    dist.all_reduce(total, group=group)
-    for name, grad in grads.items():
-        # bf16 is summed in fp32: what is measured is the technique, not the sum over ranks
-        grads[name] = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        dist.all_reduce(grads[name], group=group)
-    return total, grads
-
-
-def worst_errors(
-    cfg: LlamaConfig,
-    ids: Tensor,
-    model: nn.Module,
-    positions: Tensor,
-    group: dist.ProcessGroup,
-    right: tuple[Tensor, dict[str, Tensor]] | None = None,
-) -> tuple[float, float]:
-    """Relative error of the loss and of the worst gradient, in fp64 unless ``right`` is given."""
-    loss, grads = sharded_gradients(model, ids, positions, group)
-    right_loss, right_grads = right or truth(cfg, ids)
-    return abs(float(loss / right_loss) - 1), error(grads, right_grads)
 
 
 def subgroup(size: int) -> dist.ProcessGroup:

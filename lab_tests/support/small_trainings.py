@@ -16,7 +16,6 @@ import lab
 import lab.hf
 from lab.hf.ranks import fresh_process
 from lab.techniques.rope import apply_rope
-from lab_tests.support import reference
 from lab_tests.support.models import small_config
 
 QUIET = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
@@ -37,7 +36,6 @@ class Case:
     dtype: str = "float64"
     lora: bool = False
     sft: bool = False
-    family: str | None = None
     steps: int = 4
     data: int = ROWS
     settings: dict[str, Any] = field(default_factory=dict)
@@ -47,9 +45,6 @@ class Case:
 
 def model(case: Case) -> Any:
     """Shapes in which nothing coincides, with weights that are not those of another seed."""
-    if case.family:
-        config = reference.config(case.family, 8, 4, vocab_size=VOCABULARY, pad_token_id=0)
-        return reference.build(config, getattr(torch, case.dtype))
     torch.manual_seed(1)
     config = small_config(
         vocab_size=VOCABULARY, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
