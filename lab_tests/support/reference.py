@@ -24,6 +24,7 @@ from transformers.models.cohere2 import modeling_cohere2
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
+from lab.bench.gradients import error as error
 from lab.decoder import FAMILIES, PER_LAYER, Patch
 
 VOCABULARY, HEAD_DIM = 101, 10
