@@ -164,6 +164,15 @@ def test_the_planning_mode_returns_what_torchs_mode_does_and_knows_it_again() ->
     assert FakeTensorMode.cache_misses == misses
 
 
+def test_the_planning_mode_keeps_no_more_results_than_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[Any, Any] = {}
+    monkeypatch.setattr(torch_private, "RESULTS", 7)
+    monkeypatch.setattr(torch_private.PlanningMode, "_results", kept)
+    with torch.no_grad(), torch_private.PlanningMode():
+        results()
+    assert 0 < len(kept) <= 7
+
+
 # ---- dispatch modes ----------------------------------------------------------------------------------------
 
 
