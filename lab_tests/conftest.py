@@ -83,9 +83,9 @@ class _ByFile(LoadFileScheduling):  # type: ignore[misc]
         return nodeid if apart else str(super()._split_scope(nodeid))
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     """Those that are apart come last: a scope of one test is behind all of several."""
-    return _ByFile(config, log)
+    return _ByFile(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -148,6 +148,16 @@ def test_parameters_that_are_not_finite_are_in_no_checkpoint(alone, train_settin
 
 
 @pytest.mark.long
+def test_weights_that_are_too_large_are_reported_in_step_1(alone, train_settings):
+    with pytest.raises(DivergedError) as error:
+        lab.train(tiny_with_infinite_head, "plain", steps=3, cluster=None, **train_settings)
+    assert str(error.value) == (
+        "the loss of step 1 is nan; there is no earlier checkpoint; "
+        "no update had been made yet: check the model's initial weights"
+    )
+
+
+@pytest.mark.long
 def test_a_profile_refuses_a_loss_that_is_not_finite(ranks4):
     with pytest.raises(DivergedError, match=r"^the loss of step 1 is nan; no update had been made yet"):
         lab.profile(tiny_with_infinite_head, "fsdp", tokens=TOKENS, cluster=ranks4)

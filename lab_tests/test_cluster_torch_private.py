@@ -47,6 +47,15 @@ def test_the_default_timeout_is_that_of_the_default_group_and_of_later_groups() 
 
 
 @pytest.mark.usefixtures("group")
+def test_process_groups_lists_the_default_group_and_those_made_later() -> None:
+    assert torch_private.process_groups() == [dist.group.WORLD]
+    later = dist.new_group([0])
+    assert torch_private.process_groups() == [dist.group.WORLD, later]
+    dist.destroy_process_group(later)
+    assert torch_private.process_groups() == [dist.group.WORLD]
+
+
+@pytest.mark.usefixtures("group")
 def test_abort_leaves_every_group() -> None:
     """gloo has nothing to abort; that NCCL's communicators are aborted needs GPUs."""
     dist.new_group([0])

@@ -128,6 +128,11 @@ def test_the_longest_context_is_that_of_the_dtype():
     found = lab.max_context("tiny", "upipe", dtype="bfloat16", **asked)
     assert (found.plan.fits, found.next_plan.fits) == (True, False)
     assert found.to_json()["state"] == f"bfloat16 {HELD} (as was asked for)"
+    # No pair of degrees fits more, nor fp32 as much.
+    more = found.tokens + max(1024, found.tokens // 64)
+    for ulysses, ring in ((4, 1), (2, 2), (1, 4)):
+        degrees = {"ulysses": ulysses, "ring": ring}
+        assert not lab.plan("tiny", "upipe", tokens=more, dtype="bfloat16", **asked, **degrees).fits
     assert not lab.plan("tiny", "upipe", tokens=found.tokens, **asked).fits
 
 

@@ -10,7 +10,7 @@ import pytest
 import lab.planning.fit as fit_module
 from lab.errors import DoesNotFitError, LabError
 from lab.models import shape_of
-from lab.planning.allocator import reserved_bytes
+from lab.planning.allocator import count_retries, reserved_bytes
 from lab.planning.fit import KEEPS, candidates, fit, leanest, pareto_front, with_other_degrees
 from lab.planning.plan import plan_job
 from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
@@ -198,12 +198,13 @@ def test_the_candidates_are_few_and_the_leanest_is_the_first():
 
 def test_bf16_weights_fit_with_all_of_it_on_the_device(monkeypatch):
     asked_for, planned = [], []
+    for question in (reserved_bytes, count_retries):
 
-    def reserved(*timeline, **segments):
-        asked_for.append(segments)
-        return reserved_bytes(*timeline, **segments)
+        def ask(*timeline, question=question, **segments):
+            asked_for.append(question)
+            return question(*timeline, **segments)
 
-    monkeypatch.setattr("lab.planning.plan.reserved_bytes", reserved)
+        monkeypatch.setattr(f"lab.planning.plan.{question.__name__}", ask)
     asked = {"tokens": 4096, "ranks": 1, "device_memory": "1400MiB"}
     found = fit(quick_config(4), dtype="bfloat16", watch=lambda *told: planned.append(told), **asked)
     # Seen red: for each recipe that a plan may rule out. The results of 16 timelines are kept.

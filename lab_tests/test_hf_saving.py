@@ -257,7 +257,7 @@ def test_a_checkpoint_without_the_optimizer_is_refused(
 
 
 def test_settings_of_the_optimizer_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    """As with the plain trainer: its settings and its learning rate too, whatever the new arguments say."""
+    """Its settings and its learning rate too, whatever the new arguments say."""
     case = Case(dtype="float32", steps=STEPS, settings={**SETTINGS, "weight_decay": 0.1})
     others = {
         "learning_rate": 0.02, "adam_beta1": 0.5, "adam_beta2": 0.7, "adam_epsilon": 0.01, "weight_decay": 0.4

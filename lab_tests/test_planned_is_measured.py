@@ -123,8 +123,7 @@ CASES = {
 }  # fmt: skip
 """The model, the recipe, the tokens and the rows: what the table of cases in ``proofs/cases.py`` has not.
 
-A plan of more than seven layers is extrapolated, here by three layers; one of more than ten with segments of
-three, by three.
+A plan of more than seven layers is extrapolated, and one of more than ten with segments of three.
 """
 
 

@@ -407,7 +407,7 @@ def test_what_a_cap_of_the_logits_holds(dtype, tile):
         assert forward == 5 * wide - e * wide * (w == wide)
 
 
-# ---- without data ----------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", APPLY)

@@ -51,9 +51,9 @@ def plain_result(
     return total.item(), reference.gradients(model)
 
 
-def save(folder: Path, family: str = "llama", heads: int = 24, kv_heads: int = 6, **more: object) -> str:
+def save(folder: Path, family: str = "llama") -> str:
     """Save a checkpoint, and in its folder what the plain model computes of the documents."""
-    config = reference.config(family, heads, kv_heads, **more)
+    config = reference.config(family)
     models.save(reference.build(config), folder)
     torch.save(plain_result(reference.build(config), token_ids()), f"{folder}/documents.pt")
     return str(folder)
