@@ -1,4 +1,4 @@
-"""A layer keeps only its input, and its forward runs twice."""
+"""A layer keeps only its input."""
 
 import pytest
 import torch
@@ -6,13 +6,7 @@ import torch
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
-from lab_tests.support.decoder_step import (
-    BATCH,
-    HIDDEN,
-    TOKENS,
-    batch,
-    decoder,
-)
+from lab_tests.support.decoder_step import BATCH, HIDDEN, TOKENS, batch, decoder
 
 
 def bytes_after_forward(model):

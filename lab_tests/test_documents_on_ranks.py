@@ -1,7 +1,6 @@
-"""Documents in one row on several ranks, against transformers' own model on each document alone.
+"""Documents in one row on several ranks: DeepSpeed's exchange has the gradients of each document alone.
 
-Seen red: documents that see each other, positions that do not restart, a label that crosses the border of two
-documents, lengths that are off by one; ranks with other documents.
+Seen red: ranks with other documents. All other recipes are in the table of cases.
 """
 
 import pytest

@@ -118,7 +118,7 @@ def results() -> list[Any]:
     same = [add_(x, x), add_(x, y), add(x, y, out=x), add(x, y, out=out), add(x, y, out=y), add(x, x, out=y)]
     same += [addcmul_(part, part, x[1:, :2], value=2), addcmul_(part, x[1:, :2], part, value=2)]
     grown = [torch.add(x, y, out=empty), torch.add(x, y, out=empty), y.t_(), y.t_(), y.unsqueeze_(0)]
-    moved = [x.clone().set_(x), part.clone().set_(part), x.clone().resize_(2, 3)]
+    moved = [x.detach().set_(x), x.clone().set_(x), part.clone().set_(part), x.clone().resize_(2, 3)]
     return [
         x,
         leaf,
