@@ -156,7 +156,9 @@ def _read() -> Iterator[Entry]:
         # Another process may have removed the file in the meantime, or a full disk may have cut it short.
         with suppress(OSError, ValueError, KeyError, TypeError):
             values = json.loads(path.read_text())
-            owner, *processes = (ProcessId(*one) for one in (values.pop("owner"), *values.pop("processes")))
+            # `str.strip` refuses the number that an earlier version of the lab wrote.
+            identities = (values.pop("owner"), *values.pop("processes"))
+            owner, *processes = (ProcessId(pid, str.strip(started)) for pid, started in identities)
             entry = Entry(owner=owner, processes=tuple(processes), **values)
             # Where a value is of another kind, its line raises an error here, and not where it is used.
             if entry.line() and entry.host == socket.gethostname():

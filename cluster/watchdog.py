@@ -1,6 +1,6 @@
 """End every process of a cluster when its owner, the process that started the cluster, is gone.
 
-`python -m cluster.watchdog PID CREATED MODULE ARGS...` runs MODULE as `python -m` does, with a thread that
+`python -m cluster.watchdog PID STARTED MODULE ARGS...` runs MODULE as `python -m` does, with a thread that
 watches the owner. An owner that is killed by SIGKILL cannot tell its engines, and without the thread they
 would keep their GPUs. An engine on another host cannot see the owner. It watches the controller, which ends
 with the owner.
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -24,8 +25,8 @@ POLL_SECONDS = 2.0
 # answer comes.
 MISSES = 3
 
-# Two processes may read different creation times of the owner, where the clock was corrected in between.
-CREATED_TOLERANCE_SECONDS = 5.0
+# Linux only.
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ProcessId(NamedTuple):
@@ -33,22 +34,34 @@ class ProcessId(NamedTuple):
 
     Attributes:
         pid: Its id.
-        created: Its creation time, in seconds since the epoch.
+        started: When it started, in ticks since the boot with the id that follows: no change of the clock
+            changes it. Elsewhere than on Linux, the time that the system keeps for the process.
     """
 
     pid: int
-    created: float
+    started: str
 
     @classmethod
     def of(cls, process: psutil.Process) -> "ProcessId":
-        """Return the identity of a process that runs."""
-        return cls(process.pid, process.create_time())
+        """Return the identity of a process that runs.
+
+        Raises:
+            psutil.NoSuchProcess: It has ended.
+        """
+        if not _BOOT_ID.exists():
+            return cls(process.pid, str(process.create_time()))
+        try:
+            # The name of the program is in parentheses, and may have spaces.
+            fields = Path(f"/proc/{process.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            raise psutil.NoSuchProcess(process.pid) from None
+        return cls(process.pid, f"{fields[19]} {_BOOT_ID.read_text().strip()}")
 
     def process(self) -> psutil.Process | None:
         """Return the process, None where it has ended."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.created) < CREATED_TOLERANCE_SECONDS
+            same = ProcessId.of(process) == self
         except psutil.NoSuchProcess:
             return None
         return process if same and is_alive(process) else None
@@ -60,8 +73,8 @@ def watched(module: str) -> list[str]:
     Args:
         module: The name of the module.
     """
-    pid, created = this_process()
-    return [sys.executable, "-m", "cluster.watchdog", str(pid), repr(created), module]
+    pid, started = this_process()
+    return [sys.executable, "-m", "cluster.watchdog", str(pid), started, module]
 
 
 def this_process() -> ProcessId:
@@ -77,14 +90,14 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def wait_for_owner(pid: int, created: float) -> None:
+def wait_for_owner(pid: int, started: str) -> None:
     """Wait until a process is gone.
 
     Args:
         pid: Its id.
-        created: Its creation time, in seconds since the epoch.
+        started: When it started, see `ProcessId`.
     """
-    while ProcessId(pid, created).process() is not None:
+    while ProcessId(pid, started).process() is not None:
         time.sleep(POLL_SECONDS)
 
 
@@ -135,9 +148,9 @@ def main() -> None:
     """Run the module that the command line names, and end it with its owner."""
     # The controller writes its keys to files, and only then makes them private.
     os.umask(0o077)
-    pid, created = int(sys.argv[1]), float(sys.argv[2])
+    pid, started = int(sys.argv[1]), sys.argv[2]
     sys.argv = sys.argv[3:]
-    end_after(lambda: wait_for_owner(pid, created))
+    end_after(lambda: wait_for_owner(pid, started))
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 

@@ -262,8 +262,9 @@ def test_clean_ends_what_has_no_owner_and_nothing_else(state: Path) -> None:
         theirs.mkdir()
         registry.record("local", 2, {psutil.Process(bystander.pid)}, ours)
         registry.record("local", 3, {psutil.Process(orphan.pid)}, theirs)
-        # An id that has a new bearer: created at another time, it is another process.
-        again = ProcessId(bystander.pid, time.time() - 900)
+        # An id that has a new bearer: started at another time, it is another process.
+        ticks, boot = ProcessId.of(psutil.Process(bystander.pid)).started.split()
+        again = ProcessId(bystander.pid, f"{int(ticks) - 1} {boot}")
         rewrite(theirs.name, gone, processes=[ProcessId.of(psutil.Process(orphan.pid)), again])
         assert said_by("clean") == ["nothing to clean"]
         gone.kill()
@@ -282,6 +283,16 @@ def test_clean_ends_what_has_no_owner_and_nothing_else(state: Path) -> None:
         assert said_by("clean") == ["nothing to clean"]
         registry.forget(ours)
         assert said_by("status") == ["no cluster is running"]
+
+
+def test_a_cluster_is_known_after_the_clock_was_set(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes seem to have started at another time then, because psutil adds that of the boot."""
+    before = psutil.Process().create_time()
+    registry.record("local", 1, {psutil.Process()}, state / "cluster-a")
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 3600.0)
+    assert psutil.Process().create_time() < before - 3600
+    assert "alive, 1 of 1" in said_by("status")[0]
+    assert registry.clean() == []
 
 
 def test_a_cluster_has_an_entry_before_it_has_a_process_or_a_key(

@@ -167,7 +167,7 @@ def test_ranks_over_ssh_take_the_slots_in_order() -> None:
 
 def test_a_start_survives_the_command_line() -> None:
     for start in (
-        Start(Placement(3, 1, 2), ProcessId(77, 1.25), variables={"A": "b c"}),
+        Start(Placement(3, 1, 2), ProcessId(77, "1.25 a"), variables={"A": "b c"}),
         Start(stdin=True, numa=True),
     ):
         assert Start.from_json(start.command("python")[3]) == start
