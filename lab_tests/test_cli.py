@@ -287,3 +287,18 @@ def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
     assert ordered[0]["bill"]["money"] == 2.5 * ordered[0]["bill"]["gpu_hours"]
     assert saved_answers([f"{words} --json" for words in answers]) == list(answers.values())
     assert all(text.removeprefix("MaxContext of ").startswith("tiny") for text in saved_answers(answers))
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp437"])
+def test_a_terminal_gets_a_sign_that_it_has(encoding):
+    said = CliRunner(charset=encoding).invoke(main, ["plan", "tiny", "--tokens", "512", "--ranks", "2"])
+    assert said.exit_code == 0, said.exception
+    assert ("#####" in said.stdout) == (encoding == "latin-1")
+    assert ("█████" in said.stdout) == (encoding == "cp437")
+    assert "?" not in said.stdout
+
+
+def test_scripts_of_widgets_are_read_whatever_the_locale():
+    code = "from lab.show.page import join_files; join_files('live/holders.js')"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **locale}, check=True)

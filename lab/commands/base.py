@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import re
 import sys
@@ -131,6 +133,8 @@ class OneLineErrors(click.Group):
     """A group that prints an error as one line and exits with 2, as click does, or with ``DOES_NOT_FIT``."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="lab.signs")
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except click.exceptions.NoArgsIsHelpError as error:
@@ -165,6 +169,19 @@ def _one_line(error: Exception) -> tuple[str, int]:
         # The lab runs from its sources, and one of its dependencies is not installed.
         return f"this command needs {error.name}, which is not installed; `lab doctor` lists what is", 2
     return "", 0
+
+
+_SIGNS = {"█": "#", "✓": "+", "✗": "x", "↓": "v", "»": ">", "·": "-", "…": "..", "µ": "u"}
+"""What is printed in place of signs that the encoding of a terminal lacks; in place of others, ``?``."""
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_SIGNS.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("lab.signs", _replace)
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def newest_checkpoint(folder: Path) -> Path:
 def _is_complete(checkpoint: Path) -> bool:
     # Trainer writes this file last.
     try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return True
