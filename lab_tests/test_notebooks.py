@@ -1,7 +1,11 @@
 """The notebooks as programs: `lab execute`, and how notebooks are stored."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -12,7 +16,14 @@ from nbval.plugin import IPyNbFile, coalesce_streams
 from lab import models
 from lab.commands.cli import main
 from lab.errors import NotebookError
-from lab.jupyter.executing import execute, execute_one, find_notebooks, known_seconds, parse_parameters
+from lab.jupyter.executing import (
+    execute,
+    execute_one,
+    find_notebooks,
+    folder_for_sockets,
+    known_seconds,
+    parse_parameters,
+)
 from lab.jupyter.notebook_files import FOLDER, code_cells, read_notebook, source_hash
 from lab.jupyter.storing import find_stale
 from lab_tests.proofs.notebooks import FACT, changed_facts, measure_notebooks
@@ -277,6 +288,40 @@ def test_a_notebook_is_stored_in_place_without_papermills_traces(tmp_path):
     assert path.read_text() == stored
     with pytest.raises(NotebookError, match=r"--in-place stores .*: leave out -p"):
         execute([str(path)], {"n": "8"}, tmp_path / "copies", in_place=True)
+
+
+@pytest.mark.usefixtures("warm")
+def test_what_the_system_refuses_to_write_fails_one_notebook_alone(tmp_path):
+    """A limit on the size of files, in place of a disk that is full."""
+    big = write(tmp_path / "big.ipynb", "a = 0", "print('x' * 400_000)")
+    small = write(tmp_path / "small.ipynb", "a = 0")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "big.ipynb").write_text("of an earlier time")
+    lab = [sys.executable, "-m", "lab", "execute", big, small, "--out", str(out)]
+    limited = ["prlimit", "--fsize=200000", *lab]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("failed", "passed", "lab"))]
+    assert lines[0] == "failed big, File too large"
+    assert lines[1].startswith("passed small in")
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in out.iterdir()] == ["small.ipynb"]
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_line_of_four_million_letters_and_a_long_folder_for_temporary_files(tmp_path, monkeypatch):
+    longest = tmp_path / ("x" * 120)
+    longest.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(longest))
+    cell = "print('x' * 4_000_000)\nprint('  7 %\\r 99 %\\r100 %')"
+    assert execute([write(tmp_path / "n.ipynb", "a = 0", cell)], {}, tmp_path / "out") == []
+    [output] = nbformat.read(tmp_path / "out" / "n.ipynb", as_version=4).cells[1].outputs
+    assert output.text == "x" * 4_000_000 + "\n100 %\n"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(longest))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(NotebookError, match="at most 85 bytes: set TMPDIR to one"):
+        folder_for_sockets()
 
 
 def test_the_originals_are_never_written_over(tmp_path):

@@ -14,7 +14,7 @@ from cluster import progress as module
 from cluster.live import notify
 from cluster.progress import hide_progress, progress, say
 from cluster.ranks import Cluster
-from lab.jupyter.executing import drop_erased_lines
+from lab.jupyter.executing import tidy
 from lab_tests.proofs.notebooks import FACT, changed_facts
 
 
@@ -177,6 +177,6 @@ def test_what_is_said_is_no_fact_and_is_not_stored_once_it_is_erased(tmp_path: P
     assert [changed_facts(paths[0], path) for path in paths] == [[]] * 4
     stored = []
     for path in paths:
-        drop_erased_lines(path)
-        stored.append([output.name for output in nbformat.read(path, as_version=4).cells[0].outputs])
+        outputs = tidy(nbformat.read(path, as_version=4).cells[0].outputs)
+        stored.append([output.name for output in outputs])
     assert stored == [["stdout"], ["stdout"], ["stdout", "stderr"], ["stdout", "stderr"]]

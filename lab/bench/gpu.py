@@ -18,7 +18,7 @@ from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ClusterError
-from cluster.watchdog import end_after, this_process, wait_for_owner
+from cluster.watchdog import ProcessId, end_after, this_process, wait_for_owner
 from lab.bench.gpu_items import ITEMS, Item
 from lab.bench.json_lines import Note, append_lines, read_lines
 from lab.bench.results import SHOWN
@@ -217,7 +217,7 @@ def _in_a_process(work: Work, *arguments: Any, limit: float) -> dict[str, Any] |
 
 
 def _run(
-    work: Work, arguments: tuple[Any, ...], sender: Connection, output: str, owner: tuple[int, float]
+    work: Work, arguments: tuple[Any, ...], sender: Connection, output: str, owner: ProcessId
 ) -> None:
     """Send the result of ``work``; what is printed goes to the file ``output``."""
     os.setsid()

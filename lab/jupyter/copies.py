@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import nbformat
 from nbformat import NotebookNode
 
 from lab.errors import NotebookError
-from lab.jupyter.notebook_files import FOLDER, code_cells, read_notebook, source_hash
+from lab.jupyter.notebook_files import FOLDER, code_cells, read_notebook, source_hash, write_notebook
 
 PARTICIPANT, TEACHER = Path("my_notebooks"), Path("teacher_notebooks")
 """Where the copies of a participant and of a teacher go, in the working folder."""
@@ -66,7 +65,7 @@ def make_copies(folder: Path, *, teacher: bool = False) -> Copies:
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 notebook.metadata["lab"] = NotebookNode(notebook=source.stem, version=version)
-                nbformat.write(notebook if teacher else for_participants(notebook), target)
+                write_notebook(notebook if teacher else for_participants(notebook), target)
                 made.append(source.stem)
             elif version_of_copy(target) != version:
                 outdated.append(source.stem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import tempfile
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,14 +14,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import nbformat
 import papermill
+import zmq
+from nbformat import NotebookNode
 from rich.console import Console
 from rich.markup import escape
 from traitlets.config import Config
 
 from lab.errors import NotebookError
-from lab.jupyter.notebook_files import FOLDER, code_cells, first_line, own_notebooks, read_notebook
+from lab.jupyter.notebook_files import (
+    FOLDER,
+    code_cells,
+    first_line,
+    own_notebooks,
+    read_notebook,
+    write_notebook,
+)
 from lab.jupyter.storing import find_stale, store
 from lab.units import abbreviate, format_seconds
 
@@ -97,42 +106,95 @@ class Outcome:
 
 def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Outcome:
     """Execute a notebook with these parameters into a copy in ``folder``, and return when it has ended."""
-    folder.mkdir(parents=True, exist_ok=True)
     copy, failure, start = folder / notebook.path.name, None, time.perf_counter()
+    # papermill writes a file again after each cell: whatever happens then, the copy is whole, or not there.
+    part = copy.with_name(f".{copy.name}")
     try:
-        with TemporaryDirectory(prefix="lab-") as sockets:
+        folder.mkdir(parents=True, exist_ok=True)
+        copy.unlink(missing_ok=True)
+        with TemporaryDirectory(prefix="lab-", dir=folder_for_sockets()) as sockets:
             papermill.execute_notebook(
                 notebook.path,
-                copy,
+                part,
                 parameters=values,
                 kernel_name="python3",
                 progress_bar={"desc": notebook.name},
                 # On a busy machine a kernel may be slow to start, and its outputs to arrive.
                 start_timeout=180,
                 iopub_timeout=60,
-                coalesce_streams=True,
                 # The kernel's sockets are files, so its messages are on no network, not even the local one.
                 # Each kernel has a folder of its own: two kernels in one folder would share the files.
                 config=Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}}),
             )
     except papermill.PapermillExecutionError as error:
         failure = f"cell {error.cell_index}: {error.ename}: {error.evalue}"
-    except (RuntimeError, TimeoutError) as error:
-        # The kernel died or did not start.
-        failure = f"{type(error).__name__}: {error}"
-    if copy.exists():
-        drop_erased_lines(copy)
+    except (RuntimeError, OSError, zmq.ZMQError, NotebookError) as error:
+        # The kernel died or did not start, or a disk is full.
+        failure = _in_one_line(error)
+    finally:
+        try:
+            if part.exists():
+                _finish(part, copy)
+        except (OSError, NotebookError) as error:
+            failure = failure or _in_one_line(error)
+        part.unlink(missing_ok=True)
     return Outcome(time.perf_counter() - start, copy, failure)
 
 
-def drop_erased_lines(copy: Path) -> None:
-    """Remove from an executed notebook what is left of lines that said what goes on, and were erased."""
-    notebook = nbformat.read(copy, as_version=4)
+def folder_for_sockets() -> str:
+    """Return a folder for the sockets of kernels: that of temporary files, unless its path is too long.
+
+    Raises:
+        NotebookError: No folder has a path that is short enough.
+    """
+    longest = zmq.IPC_PATH_MAX_LEN - len("/lab-01234567/kernel-5")
+    for folder in (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"):
+        if 0 < len(os.fsencode(folder)) <= longest and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise NotebookError(
+        f"the sockets of a kernel need a folder whose path has at most {longest} bytes: set TMPDIR to one"
+    )
+
+
+def _in_one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"
+
+
+def _finish(executed: Path, copy: Path) -> None:
+    """Write what papermill executed, with tidy outputs, as ``copy``."""
+    notebook = read_notebook(executed)
+    notebook.metadata.papermill.output_path = str(copy)
     for cell in code_cells(notebook):
-        cell.outputs = [
-            output for output in cell.outputs if output.get("name") != "stderr" or output.text.strip()
-        ]
-    nbformat.write(notebook, copy)
+        cell.outputs = tidy(cell.outputs)
+    write_notebook(notebook, copy)
+
+
+_ERASED = re.compile(r"^.*\r(?=[^\n])", re.M)
+
+
+def tidy(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Join the parts of each stream, and remove from it what was written over and erased.
+
+    nbclient does this too, in a time that grows with the square of a line's length.
+    """
+    texts: dict[str, list[str]] = {}
+    tidied = []
+    for output in outputs:
+        if output.output_type != "stream" or output.name not in texts:
+            tidied.append(output)
+        if output.output_type == "stream":
+            texts.setdefault(output.name, []).append(output.text)
+    streams = [output for output in tidied if output.output_type == "stream"]
+    for output in streams:
+        output.text = _ERASED.sub("", "".join(texts[output.name]))
+    # Which of two streams arrives first is a matter of chance.
+    if len(streams) == 2 and streams[0].name == "stderr":
+        first, second = map(tidied.index, streams)
+        if second == first + 1:
+            tidied[first], tidied[second] = tidied[second], tidied[first]
+    return [output for output in tidied if output.get("name") != "stderr" or output.text.strip()]
 
 
 def execute(
@@ -189,12 +251,16 @@ def execute(
     failed = []
     for notebook, values in work:
         outcome = execute_one(notebook, values, folder)
-        if outcome.failure is not None:
-            failed.append(notebook.name)
-            console.print(f"[red]failed[/] {notebook.name}, {escape(outcome.failure)}", soft_wrap=True)
-        else:
-            if in_place:
+        failure = outcome.failure
+        if in_place and failure is None:
+            try:
                 store(outcome.copy, notebook.path)
+            except OSError as error:
+                failure = _in_one_line(error)
+        if failure is not None:
+            failed.append(notebook.name)
+            console.print(f"[red]failed[/] {notebook.name}, {escape(failure)}", soft_wrap=True)
+        else:
             console.print(
                 f"[green]passed[/] {notebook.name} in {outcome.seconds:.0f} s -> "
                 f"{notebook.path if in_place else outcome.copy}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -65,6 +66,20 @@ def read_notebook(path: Path) -> NotebookNode:
     except Exception as error:  # nbformat raises errors of many kinds
         raise NotebookError(f"{path} is no notebook of format 4: {first_line(error)}") from error
     return notebook
+
+
+def write_notebook(notebook: NotebookNode, path: Path) -> None:
+    """Write a notebook to another file first, and give that the name ``path``: an error leaves no half file.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        nbformat.write(notebook, part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def code_cells(notebook: NotebookNode, tag: str | None = None) -> list[NotebookNode]:

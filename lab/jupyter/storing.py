@@ -11,7 +11,14 @@ import nbformat
 from nbformat import NotebookNode
 
 from lab.errors import NotebookError
-from lab.jupyter.notebook_files import WIDGET, code_cells, first_line, read_notebook, source_hash
+from lab.jupyter.notebook_files import (
+    WIDGET,
+    code_cells,
+    first_line,
+    read_notebook,
+    source_hash,
+    write_notebook,
+)
 
 STATE = "application/vnd.jupyter.widget-state+json"
 """Where a notebook has the states of its widgets."""
@@ -40,7 +47,7 @@ def store(copy: Path, path: Path) -> None:
     if "widgets" in executed.metadata:
         stored.metadata.widgets = executed.metadata.widgets
     stored.metadata.lab = {"executed": source_hash(code_cells(stored))}
-    nbformat.write(stored, path)
+    write_notebook(stored, path)
 
 
 def find_stale(path: Path) -> str | None:

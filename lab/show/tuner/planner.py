@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
 
-from cluster.watchdog import end_after, this_process, wait_for_owner
+from cluster.watchdog import ProcessId, end_after, this_process, wait_for_owner
 from lab.errors import LabError
 from lab.planning.plan import Plan, known_plan, plan_job
 from lab.recipe.jobs import Job, Machine
@@ -90,7 +90,7 @@ def plan_in_process(question: Question, wanted: Callable[[], bool]) -> Plan | La
         receiver.close()
 
 
-def _send_plan(job: Job, machine: Machine, sender: Connection, owner: tuple[int, float]) -> None:
+def _send_plan(job: Job, machine: Machine, sender: Connection, owner: ProcessId) -> None:
     end_after(partial(wait_for_owner, *owner))
     try:
         answer: Plan | LabError = plan_job(job, machine)
