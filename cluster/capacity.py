@@ -1,17 +1,22 @@
-"""How many ranks fit on this machine. It is checked before a rank is launched."""
+"""How many ranks fit on this machine, or in its container. It is checked before a rank is launched."""
 
 import os
 
-import psutil
-
+from cluster import limits
 from cluster.errors import ClusterError
+from cluster.network import LOOPBACK, address_towards
 
 GIB = 2**30
 
-# The resident memory of one engine and its nanny, in bytes. The engine takes 357 MiB once torch, its process
-# group and transformers' Llama are imported (Linux, torch 2.13 for CPUs, psutil's rss). The nanny takes 42
-# MiB.
-RANK_MEMORY = 400 * 2**20
+# The bytes that a cluster takes in all its processes, and those of each rank, after a first step of `tiny`
+# (Linux, torch 2.13 for CPUs, psutil's pss). The first is for the controller, the process that is forked, and
+# what the owner imports; the second for a rank and its nanny. Forked ranks share imports, and take less.
+CLUSTER_MEMORY = 350 * 2**20
+RANK_MEMORY = 450 * 2**20
+
+# The files that the controller opens, and the threads of all processes after that step.
+CLUSTER_FILES, RANK_FILES = 120, 6
+CLUSTER_THREADS, RANK_THREADS = 10, 35
 
 
 def visible_devices() -> list[str]:
@@ -30,7 +35,7 @@ def check_capacity(ranks: int) -> None:
     """Check that the ranks fit on this machine.
 
     Where there are GPUs, each rank needs a whole GPU that torch can use. Where there are none, each rank
-    needs RANK_MEMORY bytes of the available memory.
+    needs RANK_MEMORY bytes of the memory that is available here.
 
     Args:
         ranks: The number of ranks.
@@ -51,10 +56,39 @@ def check_capacity(ranks: int) -> None:
             f"ranks={devices} would work, or more ranks on the CPU with CUDA_VISIBLE_DEVICES set to an empty "
             "text"
         )
-    available = psutil.virtual_memory().available
-    capacity = available // RANK_MEMORY
-    if not devices and ranks > capacity:
+    total, available = limits.memory()
+    needed, fitting = CLUSTER_MEMORY + ranks * RANK_MEMORY, (available - CLUSTER_MEMORY) // RANK_MEMORY
+    if not devices and ranks > fitting:
         raise ClusterError(
-            f"ranks={ranks}: they need about {ranks * RANK_MEMORY / GIB:.1f} GiB of memory and "
-            f"{available / GIB:.1f} GiB are available; ranks={capacity} would work"
+            f"ranks={ranks}: they need about {needed / GIB:.1f} GiB of memory, and {available / GIB:.1f} of "
+            f"{total / GIB:.1f} GiB are available here; {_would_work(fitting)}"
         )
+    free, threads = limits.free_threads(), CLUSTER_THREADS + ranks * RANK_THREADS
+    if threads > free:
+        raise ClusterError(
+            f"ranks={ranks}: they need about {threads} threads, and {free:.0f} can be started here (ulimit "
+            "-u, or the container's limit of processes); "
+            f"{_would_work((free - CLUSTER_THREADS) // RANK_THREADS)}"
+        )
+
+
+def check_controller(ranks: int) -> None:
+    """Check that a controller can serve so many ranks from this machine, wherever they run.
+
+    Raises:
+        ClusterError: The loopback interface is down, or a process may open too few files.
+    """
+    if address_towards(LOOPBACK) is None:
+        raise ClusterError(
+            f"{LOOPBACK} cannot be reached: as root, `ip link set lo up` brings its interface up"
+        )
+    files, needed = limits.most_open_files(), CLUSTER_FILES + ranks * RANK_FILES
+    if needed > files:
+        raise ClusterError(
+            f"ranks={ranks}: the controller opens about {needed} files, and {files} are allowed; `ulimit -n "
+            f"{needed}` would work"
+        )
+
+
+def _would_work(ranks: float) -> str:
+    return f"ranks={ranks:.0f} would work" if ranks >= 1 else "it is too little for one rank"

@@ -2,19 +2,23 @@
 
 import errno
 import logging
+import os
 import shutil
 import time
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import ipyparallel
 import psutil
+import zmq
 from traitlets.config import Config
 
 from cluster import registry
 from cluster.background import BackgroundLoop
 from cluster.client import Message, RankClient
 from cluster.errors import ClusterError, name_ranks
+from cluster.folders import ensure_home
 from cluster.launchers import LAUNCHERS, ControllerLauncher
 from cluster.logs import last_error
 from cluster.network import LOOPBACK, reserved_ports
@@ -22,6 +26,9 @@ from cluster.permissions import check_private, new_directory
 from cluster.processes import end, family
 from cluster.profiles.base import Profile
 from cluster.watchdog import is_alive
+
+# What is raised where the system refuses a file, a thread or a connection, or takes too long.
+REFUSED = (RuntimeError, OSError, zmq.ZMQError)
 
 NOT_STARTED = "the cluster is not started; cluster.start() starts it"
 POLL_SECONDS = 0.05
@@ -66,6 +73,7 @@ class Engines:
             ClusterError: The controller cannot listen at the profile's address, or the disk has no space for
                 logs.
         """
+        ensure_home()
         address = profile.controller_address()
         self.ranks = ranks
         self.profile = profile
@@ -130,21 +138,25 @@ class Engines:
             info = self._background.run(controller.get_connection_info(self.timeout), self.timeout)
             for path in controller.connection_files.values():
                 check_private(path)
-        except (RuntimeError, TimeoutError, OSError) as error:
+        except REFUSED as error:
             raise ClusterError(f"the controller did not start: {self._why(error)}") from error
         try:
             self._background.run(self._cluster.start_engines(self.ranks), self.timeout)
-        except (OSError, TimeoutError) as error:
+            self._note_processes()
+            self._client = self._connect(info["client"], max(deadline - time.monotonic(), 1.0))
+        except REFUSED as error:
             raise ClusterError(
                 f"the ranks did not start: {error}; logs are in {self.directory}/log"
             ) from error
-        self._note_processes()
+        self._wait_for_ids(list(range(self.ranks)), deadline)
+
+    def _connect(self, info: dict[str, Any], seconds: float) -> RankClient:
         # The controller is on this host. ipyparallel might not know the address as one of this host's,
         # because it looks up those addresses only once.
-        client = {**info["client"], "location": LOOPBACK}
-        self._client = RankClient(client, cluster_id=self._cluster.cluster_id)
-        self._client.inbox = self.inbox
-        self._wait_for_ids(list(range(self.ranks)), deadline)
+        here = {**info, "location": LOOPBACK}
+        client = RankClient(here, cluster_id=self._cluster.cluster_id, timeout=seconds)
+        client.inbox = self.inbox
+        return client
 
     def restart(self) -> None:
         """End the engines, also those that are stuck, and launch new ones with the same ids.
@@ -205,6 +217,15 @@ class Engines:
                 "the cluster's controller has ended; cluster.recover() starts a new one and new ranks"
             )
 
+    def check_files(self) -> None:
+        """Check that engines which start now find the controller.
+
+        Raises:
+            ClusterError: Something has removed the connection files.
+        """
+        if not all(map(os.path.exists, self._cluster.controller.connection_files.values())):
+            raise ClusterError(f"the connection files in {self.directory} are gone")
+
     def exit_code(self, rank: int) -> int | None:
         """Return the exit code of the engine of `rank`, negative for a signal, None where it is not known."""
         ended = (self._cluster.engine_set.stop_data or {}).get("engines", {})
@@ -214,12 +235,16 @@ class Engines:
     def _why(self, error: Exception) -> str:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return f"no space is left in {self.directory}"
+        if isinstance(error, OSError) and error.filename:
+            return f"{error.filename}: {error.strerror}"
         controller = self._cluster.controller
         log = Path(controller.output_file).name if controller else ""
         return f"{last_error(self.directory, log)}; logs are in {self.directory}/log"
 
     def _controller_pids(self) -> list[int]:
-        return [self._cluster.controller.pid] if self._cluster.controller else []
+        # A controller that could not be started has no process.
+        pid = self._cluster.controller.pid if self._cluster.controller else 0
+        return [pid] if pid > 0 else []
 
     def _engine_pids(self) -> list[int]:
         return [pid for ranks in self._cluster.engines.values() for pid in ranks.pids()]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 
+from cluster import limits
 from cluster.errors import ClusterError
 from cluster.network import ADDRESS_VARIABLE, LOOPBACK, interface_of
 from cluster.placement import Placement
@@ -17,7 +18,7 @@ class Variable(NamedTuple):
 
 
 def share_of_cores(placement: Placement, cores: Sequence[Set[int]]) -> int:
-    """Return how many threads a rank gets.
+    """Return how many threads a rank gets: its share of the cores, and of their quota in a container.
 
     Args:
         placement: The rank.
@@ -25,7 +26,8 @@ def share_of_cores(placement: Placement, cores: Sequence[Set[int]]) -> int:
             them.
     """
     own = cores[placement.local_rank]
-    return max(1, len(own) // sum(other == own for other in cores))
+    share = len(own) // sum(other == own for other in cores)
+    return max(1, int(min(share, limits.core_quota() // placement.local_ranks)))
 
 
 def device_of(placement: Placement, devices: Sequence[str]) -> str | None:

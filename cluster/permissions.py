@@ -37,6 +37,21 @@ def new_directory(folder: str | None) -> Path:
         raise ClusterError(f"no directory for logs can be made in {parent}: {error.strerror}") from None
 
 
+def make_again(directory: Path) -> None:
+    """Make the directory of a cluster again, if a cleaner of old temporary files has removed it.
+
+    Raises:
+        ClusterError: It cannot be made, or another user has made it.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (directory / "log").mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(f"{directory} is gone and cannot be made: {error.strerror}") from None
+    if not is_cluster_directory(directory):
+        raise ClusterError(f"{directory} is not a directory of this user any more: stop the cluster")
+
+
 def check_private(path: str | Path) -> None:
     """Check that only its owner can read the file at `path`, or replace it.
 

@@ -15,6 +15,7 @@ from cluster.calling import Caller
 from cluster.capacity import visible_devices
 from cluster.engines import NOT_STARTED, Engines
 from cluster.errors import ClusterError, RankError, name_ranks
+from cluster.permissions import make_again
 from cluster.profiles import find_profile
 from cluster.progress import progress
 from cluster.timeouts import DEFAULT_SECONDS, check_timeout
@@ -235,6 +236,7 @@ class Cluster:
     def _restart(self, caller: Caller) -> None:
         try:
             caller.engines.check_controller()
+            caller.engines.check_files()
             if caller.broken is None and not caller.engines.missing():
                 with suppress(RankError):  # the cluster is broken then
                     self._join()
@@ -248,6 +250,7 @@ class Cluster:
     def _join(self) -> None:
         """Join the ranks in a process group, and wait until their records arrive."""
         caller = self._started()
+        make_again(caller.engines.directory)
         folder = self.profile.store_folder(caller.engines.directory)
         opening = cloudpickle.dumps((None, remote.open_store, (self.ranks, self.start_timeout, folder), {}))
         # The collectives of a call may have seconds only. A rank that starts may wait longer for a peer.

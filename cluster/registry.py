@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import platformdirs
 import psutil
 
 from cluster.errors import ClusterError
+from cluster.folders import state_folder
 from cluster.permissions import is_cluster_directory
 from cluster.processes import end
 from cluster.watchdog import ProcessId, this_process
@@ -67,7 +67,7 @@ class Entry:
 
 def folder() -> Path:
     """Return the folder of the entries. It belongs to this user alone."""
-    return platformdirs.user_state_path("longcontext-lab") / "clusters"
+    return state_folder() / "clusters"
 
 
 def record(profile: str, ranks: int, processes: set[psutil.Process], directory: Path) -> None:
@@ -106,7 +106,9 @@ def record(profile: str, ranks: int, processes: set[psutil.Process], directory: 
         part.write_text(json.dumps(asdict(entry)))
         part.replace(_path(entry.name))
     except OSError as error:
-        raise ClusterError(f"{folder()} cannot be written: {error.strerror}") from error
+        raise ClusterError(
+            f"{folder()} cannot be written: {error.strerror}; set XDG_STATE_HOME to a folder of your own"
+        ) from error
 
 
 def forget(directory: Path) -> None:

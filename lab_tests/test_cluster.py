@@ -25,7 +25,7 @@ import torch.distributed as dist
 import zmq
 from torch.distributed.device_mesh import init_device_mesh
 
-from cluster import capacity, host, remote, waiting, watchdog
+from cluster import host, remote, waiting, watchdog
 from cluster.calling import Caller
 from cluster.client import AnswerMessage, RecordMessage
 from cluster.errors import ClusterError, Failure, RankError, Stopped
@@ -613,16 +613,6 @@ def test_a_rank_that_failed_aborts_nccls_communicators(
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: taken.append("abort"))
     remote.leave(failed=failed)
     assert taken == ["abort" if failed else "destroy"]
-
-
-def test_more_ranks_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more ranks than GPUs, test_devices.py is a test."""
-    memory = psutil.virtual_memory()._replace(available=3 * capacity.RANK_MEMORY + 17)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr(capacity, "visible_devices", list)
-    capacity.check_capacity(3)
-    with pytest.raises(ClusterError, match=r"ranks=5: .*ranks=3 would work"):
-        Cluster(ranks=5)
 
 
 @pytest.mark.parametrize("ranks", [0, -2, 2.5, True, "4"])

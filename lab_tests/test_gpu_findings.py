@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import lab
-from cluster import host
+from cluster import host, limits
 from lab.bench.copies import copy_rate
 from lab.commands import doctor, gpu_findings
-from lab.techniques import host_memory
 from lab.techniques.host_memory import local_ranks, pinnable
 from lab.techniques.host_transfer import PINNED_MEMORY, HostCopier
 from lab.units import GiB, Mi, parse_tokens
@@ -49,7 +48,7 @@ def machine(patch, tmp_path, *, available=2048 * GiB, copied=(51e9, 50e9)):
     """Stands in for the host's memory and for the copies."""
     memory = psutil.virtual_memory()._replace(total=2304 * GiB, available=available)
     patch.setattr(psutil, "virtual_memory", lambda: memory)
-    patch.setattr(host_memory, "CGROUP", tmp_path)
+    patch.setattr(limits, "CGROUP", tmp_path)
     patch.setattr(gpu_findings, "copy_rates", lambda: copied)
     patch.setattr(torch.cuda, "get_device_name", lambda *_: H100)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cluster.capacity import check_controller
 from cluster.environment import Variable
 from cluster.errors import ClusterError
 from cluster.network import LOOPBACK, check_ports, outward_address
@@ -80,6 +81,7 @@ class Profile(ABC):
             ClusterError: They cannot.
         """
         check_rank_count(ranks)
+        check_controller(ranks)
         if self.program is not None and shutil.which(self.program) is None:
             raise ClusterError(
                 f"profile {self.name!r} needs {self.program}, which is not installed here; "

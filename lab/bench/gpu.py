@@ -216,9 +216,7 @@ def _in_a_process(work: Work, *arguments: Any, limit: float) -> dict[str, Any] |
     return figures
 
 
-def _run(
-    work: Work, arguments: tuple[Any, ...], sender: Connection, output: str, owner: ProcessId
-) -> None:
+def _run(work: Work, arguments: tuple[Any, ...], sender: Connection, output: str, owner: ProcessId) -> None:
     """Send the result of ``work``; what is printed goes to the file ``output``."""
     os.setsid()
     end_after(partial(wait_for_owner, *owner))

@@ -7,7 +7,6 @@ with, see ``PLANNED``.
 
 from __future__ import annotations
 
-import os
 import shlex
 import statistics
 import tomllib
@@ -21,6 +20,7 @@ from importlib.resources import files
 from multiprocessing import get_context
 from typing import Any, Literal
 
+from cluster.limits import cores
 from cluster.progress import progress
 from lab.bench.paper_figures import Published, rows
 from lab.bench.table import Row, Say, rows_text
@@ -314,7 +314,7 @@ def compare_all(chosen: Sequence[Measured], say: Say = lambda _: None) -> list[C
     if len(chosen) < 2:
         return [compare(row) for row in chosen]
     found = []
-    with ProcessPoolExecutor(os.cpu_count(), get_context("forkserver")) as pool:
+    with ProcessPoolExecutor(cores(), get_context("forkserver")) as pool:
         for number, one in enumerate(pool.map(compare, chosen), 1):
             say(f"planned {number} of {len(chosen)}: {one.row.name}")
             found.append(one)

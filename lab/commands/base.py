@@ -8,13 +8,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
 from cluster.errors import ClusterError, RankError
+from cluster.folders import ensure_home
 from lab.errors import DoesNotFitError, LabError
 from lab.recipe.recipe import BY_NAME
 from lab.units import abbreviate, parse_path
@@ -135,6 +136,8 @@ class OneLineErrors(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="lab.signs")
+        with suppress(OSError, ClusterError):  # a command that needs a folder raises it again
+            ensure_home()
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except click.exceptions.NoArgsIsHelpError as error:

@@ -5,18 +5,17 @@ That on a machine says what it has, what the lab would use of it, and what is mi
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-import psutil
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from cluster import limits
 from cluster.devices import check_driver, first_line
 from cluster.errors import ClusterError
 from cluster.profiles import PROFILES
@@ -109,9 +108,9 @@ def model_report(model: models.ModelLike, dtype_name: str | None = None) -> str:
 
 
 def _findings() -> Iterator[tuple[str, str]]:
-    memory = psutil.virtual_memory()
+    memory = limits.memory()
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield "cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+    yield "cores", f"{limits.cores()}"
     yield "memory", f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available"
     gpus = torch.cuda.device_count()
     refusal = _driver_error()

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 
-import psutil
 import torch
 
 from cluster.capacity import visible_devices
 from cluster.devices import first_line
 from cluster.host import ask_gpus, is_device
+from cluster.limits import memory
 from lab.bench.copies import copy_rate
 from lab.errors import LabError
 from lab.planning.hardware import HARDWARE, of_name
@@ -122,7 +122,7 @@ def copy_rates() -> tuple[float, float]:
 
 def _pinned(gpus: int) -> str:
     available = pinnable()
-    text = f"{format_bytes(available)} of {format_bytes(psutil.virtual_memory().total)} can be pinned"
+    text = f"{format_bytes(available)} of {format_bytes(memory().total)} can be pinned"
     try:
         planned = plan_job(make_job(MODEL, RECIPE, tokens=Mi, ranks=gpus), Machine(ranks_per_node=gpus))
     except LabError as error:

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from cluster.errors import ClusterError
+from cluster.folders import cache_folder
+
 KEPT = 500
 """Files of a kind that stay, those used last; a plan takes a few hundred KiB."""
 
@@ -65,12 +68,11 @@ def digest(facts: dict[str, Any]) -> str:
 
 
 def folder(kind: str) -> Path:
-    """Return where files of a kind are kept, in the user's cache."""
+    """Return where files of a kind are kept, in the user's cache. Without a place, nothing is kept."""
     try:
-        from platformdirs import user_cache_path
-    except ModuleNotFoundError:  # The lab runs uninstalled.
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longcontext-lab" / kind
-    return user_cache_path("longcontext-lab") / kind
+        return cache_folder() / kind
+    except (OSError, ClusterError):
+        return Path(os.devnull) / kind
 
 
 def model_identity(model: str | Path) -> list[object]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import psutil
 import torch
 
 from cluster.devices import FREE_SECONDS, check_driver, check_free
+from cluster.limits import memory
 from cluster.progress import hide_progress, progress
 from cluster.progress import say as say_in_notebook
 from lab import models
@@ -269,7 +269,7 @@ def _limit(where: DeviceType, asked: int | None) -> int | None:
 def _check_room(planned: Plan, limit: int | None) -> None:
     """Refuse what this machine's memory does not hold: it would be swapped, or the process be killed."""
     needed = min(planned.device_peak, limit or planned.device_peak) + planned.host_peak
-    has = psutil.virtual_memory().available
+    has = memory().available
     if needed > has:
         raise RehearsalTooLarge(
             f"{planned.title} on CPU takes {format_bytes(needed)}, and {format_bytes(has)} are available "

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cluster.folders import cache_folder
 from cluster.live import notify
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
@@ -249,11 +250,7 @@ def _cache(extensions: str | None) -> Path:
     """Return where to compile: below the folder that the user has set for it, or in the user's cache."""
     if extensions:
         return Path(extensions) / "longcontext-lab"
-    try:
-        from platformdirs import user_cache_path
-    except ModuleNotFoundError:
-        return Path.home() / ".cache" / "longcontext-lab" / "extensions"
-    return user_cache_path("longcontext-lab") / "extensions"
+    return cache_folder() / "extensions"
 
 
 @contextmanager

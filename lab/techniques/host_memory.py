@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
-import psutil
-
+from cluster.limits import memory
 from lab.units import GiB
 
 SYSTEM_RESERVE, RANK_RESERVE = 4 * GiB, 4 * GiB
@@ -24,9 +20,6 @@ PINNABLE_SHARE = 0.8
 Pinned memory cannot be swapped out or reclaimed; the rest is left to the processes themselves, to the page
 cache and to other users.
 """
-
-CGROUP = Path("/sys/fs/cgroup")
-"""The folder in which Linux shows the limits of a container."""
 
 
 def reserve(ranks: int) -> int:
@@ -45,12 +38,8 @@ def pinnable(ranks: int = 1, pinned: int = 0) -> int:
         ranks: The number of processes that pin memory on this host.
         pinned: The bytes that each of them has pinned already.
     """
-    memory = psutil.virtual_memory()
-    totals, available = [memory.total], [memory.available]
-    for limit, used in _container_limits():
-        totals.append(limit)
-        available.append(max(limit - used, 0))
-    return min(int(PINNABLE_SHARE * min(totals)) // ranks, pinned + min(available) // ranks)
+    total, available = memory()
+    return min(int(PINNABLE_SHARE * total) // ranks, pinned + available // ranks)
 
 
 def local_ranks() -> int:
@@ -59,28 +48,3 @@ def local_ranks() -> int:
     torchrun and ``cluster`` set the number in the environment of each rank. Without it, the result is 1.
     """
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _container_limits() -> Iterator[tuple[int, int]]:
-    """Yield the limit of this process's control group in bytes, and the bytes of it that are in use.
-
-    Inactive page cache does not count as used, because the kernel reclaims it when memory is needed.
-    """
-    for folder, limit, used, cache in (
-        (CGROUP, "memory.max", "memory.current", "inactive_file"),
-        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        # The file may not exist, and "max" in it (no limit) is not a number.
-        with suppress(OSError, ValueError):
-            limit_bytes, used_bytes = int((folder / limit).read_text()), int((folder / used).read_text())
-            yield limit_bytes, used_bytes - _statistic(folder / "memory.stat", cache)
-
-
-def _statistic(path: Path, name: str) -> int:
-    """Return the number after ``name`` in a file with one name and number per line; 0 if there is none."""
-    with suppress(OSError, ValueError):
-        for line in path.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    return 0
