@@ -33,6 +33,7 @@ REFUSED = (RuntimeError, OSError, zmq.ZMQError)
 NOT_STARTED = "the cluster is not started; cluster.start() starts it"
 POLL_SECONDS = 0.05
 END_PATIENCE_SECONDS = 1.0
+CODE_SECONDS = 1.0
 
 # The client sees an engine after its second heartbeat, hence the short period. Nannies report deaths, so an
 # engine on a machine that is too busy to answer for a minute need not be lost.
@@ -228,8 +229,15 @@ class Engines:
 
     def exit_code(self, rank: int) -> int | None:
         """Return the exit code of the engine of `rank`, negative for a signal, None where it is not known."""
-        ended = (self._cluster.engine_set.stop_data or {}).get("engines", {})
-        code = ended.get(str(rank), {}).get("exit_code")
+        engines = self._cluster.engine_set
+        # The nanny may tell of the end before the launcher does, which knows the code.
+        deadline = time.monotonic() + CODE_SECONDS
+        while True:
+            ended = (engines.stop_data or {}).get("engines", {})
+            code = ended.get(str(rank), {}).get("exit_code")
+            if code is not None or not hasattr(engines, "launchers") or time.monotonic() > deadline:
+                break
+            time.sleep(POLL_SECONDS)
         return None if code is None else int(code)
 
     def _why(self, error: Exception) -> str:

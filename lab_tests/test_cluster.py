@@ -29,6 +29,7 @@ from cluster import host, remote, waiting, watchdog
 from cluster.calling import Caller
 from cluster.client import AnswerMessage, RecordMessage
 from cluster.errors import ClusterError, Failure, RankError, Stopped
+from cluster.forks import ForkedProcess
 from cluster.live import Stamp, publish
 from cluster.network import LOOPBACK, reserved_ports
 from cluster.processes import family
@@ -310,7 +311,15 @@ def test_ctrl_c_in_the_wait_for_a_slow_rank_lets_the_next_call_run(impatient: Cl
 
 
 @pytest.mark.long
-def test_a_dead_rank_is_named_and_recover_replaces_it(impatient: Cluster) -> None:
+def test_a_dead_rank_is_named_and_recover_replaces_it(
+    impatient: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_late(process: ForkedProcess, code: int | None, end: Any = ForkedProcess.end) -> None:
+        time.sleep(0.4)
+        end(process, code)
+
+    # Seen red: on a busy machine the nanny's word arrives before the exit code does.
+    monkeypatch.setattr(ForkedProcess, "end", end_late)
     with in_time(), pytest.raises(RankError, match=r"^rank 1 failed first: .*ended \(exit code 87\)"):
         impatient.apply(end_on, 1)
     with pytest.raises(ClusterError, match=r"process of rank 1 ended.*recover"):
