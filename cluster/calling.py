@@ -21,6 +21,8 @@ LEAVE_SECONDS = 5.0
 # An interrupt waits for the end of an import, which takes seconds.
 INTERRUPT_SECONDS = 8.0
 AGAIN_SECONDS = 0.25
+# How much later than its end a rank's exit code may be known.
+CODE_SECONDS = 1.0
 
 
 class Caller:
@@ -175,12 +177,16 @@ class Caller:
         call.wait(inbox, lambda: call.waiting == call.silent, LEAVE_SECONDS)
         stuck = {rank: call.stacks.get(rank) for rank in call.silent}
         failures = {**call.leaving, **call.failures}.values()
+        deadline = time.monotonic() + CODE_SECONDS
         return RankError(
-            [self._with_exit_code(failure) for failure in failures], stuck, self._recover, self.restarts
+            [self._with_exit_code(failure, deadline) for failure in failures],
+            stuck,
+            self._recover,
+            self.restarts,
         )
 
-    def _with_exit_code(self, failure: Failure) -> Failure:
-        code = self.engines.exit_code(failure.rank) if failure.kind == PROCESS_DIED else None
+    def _with_exit_code(self, failure: Failure, deadline: float) -> Failure:
+        code = self.engines.exit_code(failure.rank, deadline) if failure.kind == PROCESS_DIED else None
         if code is None:
             return failure
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"

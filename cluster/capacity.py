@@ -14,9 +14,9 @@ GIB = 2**30
 CLUSTER_MEMORY = 350 * 2**20
 RANK_MEMORY = 450 * 2**20
 
-# The files that the controller opens, and the threads of all processes after that step.
+# The files that the controller opens, and the threads of all processes after that step on two cores.
 CLUSTER_FILES, RANK_FILES = 120, 6
-CLUSTER_THREADS, RANK_THREADS = 10, 35
+CLUSTER_THREADS, RANK_THREADS = 8, 35
 
 
 def visible_devices() -> list[str]:
@@ -63,12 +63,14 @@ def check_capacity(ranks: int) -> None:
             f"ranks={ranks}: they need about {needed / GIB:.1f} GiB of memory, and {available / GIB:.1f} of "
             f"{total / GIB:.1f} GiB are available here; {_would_work(fitting)}"
         )
-    free, threads = limits.free_threads(), CLUSTER_THREADS + ranks * RANK_THREADS
+    # OpenMP starts a thread for each core, in all ranks together.
+    once = CLUSTER_THREADS + limits.cores()
+    free, threads = limits.free_threads(), once + ranks * RANK_THREADS
     if threads > free:
         raise ClusterError(
             f"ranks={ranks}: they need about {threads} threads, and {free:.0f} can be started here (ulimit "
             "-u, or the container's limit of processes); "
-            f"{_would_work((free - CLUSTER_THREADS) // RANK_THREADS)}"
+            f"{_would_work((free - once) // RANK_THREADS)}"
         )
 
 

@@ -33,7 +33,6 @@ REFUSED = (RuntimeError, OSError, zmq.ZMQError)
 NOT_STARTED = "the cluster is not started; cluster.start() starts it"
 POLL_SECONDS = 0.05
 END_PATIENCE_SECONDS = 1.0
-CODE_SECONDS = 1.0
 
 # The client sees an engine after its second heartbeat, hence the short period. Nannies report deaths, so an
 # engine on a machine that is too busy to answer for a minute need not be lost.
@@ -147,7 +146,7 @@ class Engines:
             self._client = self._connect(info["client"], max(deadline - time.monotonic(), 1.0))
         except REFUSED as error:
             raise ClusterError(
-                f"the ranks did not start: {error}; logs are in {self.directory}/log"
+                f"the ranks did not start: {str(error) or 'too late'}; logs are in {self.directory}/log"
             ) from error
         self._wait_for_ids(list(range(self.ranks)), deadline)
 
@@ -227,17 +226,20 @@ class Engines:
         if not all(map(os.path.exists, self._cluster.controller.connection_files.values())):
             raise ClusterError(f"the connection files in {self.directory} are gone")
 
-    def exit_code(self, rank: int) -> int | None:
-        """Return the exit code of the engine of `rank`, negative for a signal, None where it is not known."""
+    def exit_code(self, rank: int, deadline: float) -> int | None:
+        """Return the exit code of the engine of `rank`, negative for a signal, None where it is not known.
+
+        Args:
+            rank: The rank. Its nanny has told of its end; the launcher, which knows the code, may be late.
+            deadline: When to wait no longer, by `time.monotonic`.
+        """
         engines = self._cluster.engine_set
-        # The nanny may tell of the end before the launcher does, which knows the code.
-        deadline = time.monotonic() + CODE_SECONDS
         while True:
             ended = (engines.stop_data or {}).get("engines", {})
-            code = ended.get(str(rank), {}).get("exit_code")
-            if code is not None or not hasattr(engines, "launchers") or time.monotonic() > deadline:
+            if str(rank) in ended or not hasattr(engines, "launchers") or time.monotonic() > deadline:
                 break
             time.sleep(POLL_SECONDS)
+        code = ended.get(str(rank), {}).get("exit_code")
         return None if code is None else int(code)
 
     def _why(self, error: Exception) -> str:

@@ -27,7 +27,7 @@ def share_of_cores(placement: Placement, cores: Sequence[Set[int]]) -> int:
     """
     own = cores[placement.local_rank]
     share = len(own) // sum(other == own for other in cores)
-    return max(1, int(min(share, limits.core_quota() // placement.local_ranks)))
+    return max(1, int(min(share, limits.core_quota() / placement.local_ranks)))
 
 
 def device_of(placement: Placement, devices: Sequence[str]) -> str | None:

@@ -1,8 +1,10 @@
 """Where the lab keeps what outlives a process: plans and operators in a cache, clusters in a state folder."""
 
 import os
+import pwd
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from cluster.errors import ClusterError
@@ -37,23 +39,26 @@ def state_folder() -> Path:
 
 
 def ensure_home() -> None:
-    """Set HOME where no home directory is known, as in a container that runs with the id of a nameless user.
+    """Set HOME for a user id without a name that has no folder, as a container may be run with.
 
     The lab, Jupyter, IPython and torch keep files there. It becomes a folder among the temporary files that
     this user alone can read. USER is set too, because torch asks for a name.
 
     Raises:
-        ClusterError: Another user has made this folder.
+        ClusterError: This folder cannot be made, or others may read it.
     """
+    with suppress(KeyError):
+        pwd.getpwuid(os.getuid())
+        return
+    os.environ.setdefault("USER", str(os.getuid()))
+    if os.access(os.environ.get("HOME", ""), os.W_OK):
+        return
+    folder = Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}"
     try:
-        Path.home()
-    except RuntimeError:
-        folder = Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise ClusterError(
-                f"{folder} is not a folder of this user alone: set HOME to one that is"
-            ) from None
-        os.environ["HOME"] = str(folder)
-        os.environ.setdefault("USER", str(os.getuid()))
+    except OSError as error:
+        raise ClusterError(f"{folder} cannot be made: {error.strerror}; set HOME to a folder") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ClusterError(f"{folder} is not a folder of this user alone: set HOME to one that is")
+    os.environ["HOME"] = str(folder)

@@ -34,14 +34,14 @@ def memory() -> Memory:
     host = psutil.virtual_memory()
     total, available = host.total, host.available
     for folder in _groups("memory"):
-        for limit, used, cache in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        for limit, used, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             # A file may not exist, and "max" in it (no limit) is not a number.
             with suppress(OSError, ValueError):
                 most = int((folder / limit).read_text())
-                free = most - int((folder / used).read_text()) + _statistic(folder / "memory.stat", cache)
+                free = most - int((folder / used).read_text()) + _files_in(folder / "memory.stat", prefix)
                 total, available = min(total, most), min(available, max(free, 0))
     return Memory(total, available)
 
@@ -76,8 +76,9 @@ def free_threads() -> float:
     # The system counts the threads of a user, and lets root start as many as it likes.
     if limit != resource.RLIM_INFINITY and os.geteuid():
         users = psutil.process_iter(["uids", "num_threads"])
-        mine = (one.info["num_threads"] or 0 for one in users if one.info["uids"].real == os.getuid())
-        free = min(free, limit - sum(mine))
+        # What the system does not tell of another user's process is None.
+        mine = [one.info for one in users if one.info["uids"] and one.info["uids"].real == os.getuid()]
+        free = min(free, limit - sum(one["num_threads"] or 0 for one in mine))
     return free
 
 
@@ -100,11 +101,9 @@ def _groups(controller: str) -> Iterator[Path]:
         yield from (group for group in (own, *own.parents) if group.is_relative_to(root) and group.is_dir())
 
 
-def _statistic(path: Path, name: str) -> int:
-    """Return the number after ``name`` in a file with one name and number per line; 0 if there is none."""
+def _files_in(statistics: Path, prefix: str) -> int:
+    """Return the bytes of files that are only in memory to be read faster, which the kernel takes back."""
     with suppress(OSError, ValueError):
-        for line in path.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
+        pairs = dict(line.split(" ", 1) for line in statistics.read_text().splitlines())
+        return sum(int(pairs.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
     return 0

@@ -45,11 +45,11 @@ def make_again(directory: Path) -> None:
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_cluster_directory(directory):
+            raise ClusterError(f"{directory} is not a directory of this user any more: stop the cluster")
         (directory / "log").mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ClusterError(f"{directory} is gone and cannot be made: {error.strerror}") from None
-    if not is_cluster_directory(directory):
-        raise ClusterError(f"{directory} is not a directory of this user any more: stop the cluster")
 
 
 def check_private(path: str | Path) -> None:

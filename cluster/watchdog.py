@@ -35,7 +35,7 @@ class ProcessId(NamedTuple):
     Attributes:
         pid: Its id.
         started: When it started, in ticks since the boot with the id that follows: no change of the clock
-            changes it. Elsewhere than on Linux, the time that the system keeps for the process.
+            changes it. Elsewhere than on Linux, psutil's hash of the process.
     """
 
     pid: int
@@ -49,7 +49,7 @@ class ProcessId(NamedTuple):
             psutil.NoSuchProcess: It has ended.
         """
         if not _BOOT_ID.exists():
-            return cls(process.pid, str(process.create_time()))
+            return cls(process.pid, str(hash(process)))
         try:
             # The name of the program is in parentheses, and may have spaces.
             fields = Path(f"/proc/{process.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -137,7 +137,7 @@ def test_what_a_container_leaves_can_be_pinned(monkeypatch, tmp_path):
     (tmp_path / "memory.current").write_text(f"{13 * GiB}\n")
     assert pinnable() == 27 * GiB
     # The page cache is given up when memory is asked for.
-    (tmp_path / "memory.stat").write_text(f"active_file 5\ninactive_file {3 * GiB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\nactive_file {GiB}\ninactive_file {2 * GiB}\n")
     assert pinnable() == 30 * GiB
     assert pinnable(ranks=2, pinned=GiB) == 16 * GiB
     assert pinnable(ranks=5, pinned=GiB // 8) == 6 * GiB + GiB // 8

@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from difflib import get_close_matches
@@ -111,7 +112,8 @@ def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Out
     part = copy.with_name(f".{copy.name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        copy.unlink(missing_ok=True)
+        for earlier in (copy, part):
+            earlier.unlink(missing_ok=True)
         with TemporaryDirectory(prefix="lab-", dir=folder_for_sockets()) as sockets:
             papermill.execute_notebook(
                 notebook.path,
@@ -130,14 +132,15 @@ def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Out
         failure = f"cell {error.cell_index}: {error.ename}: {error.evalue}"
     except (RuntimeError, OSError, zmq.ZMQError, NotebookError) as error:
         # The kernel died or did not start, or a disk is full.
-        failure = _in_one_line(error)
+        failure = _in_one_line(error, copy)
     finally:
         try:
             if part.exists():
                 _finish(part, copy)
         except (OSError, NotebookError) as error:
-            failure = failure or _in_one_line(error)
-        part.unlink(missing_ok=True)
+            failure = failure or _in_one_line(error, copy)
+        with suppress(OSError):
+            part.unlink()
     return Outcome(time.perf_counter() - start, copy, failure)
 
 
@@ -156,9 +159,9 @@ def folder_for_sockets() -> str:
     )
 
 
-def _in_one_line(error: Exception) -> str:
+def _in_one_line(error: Exception, path: Path) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return f"{error.filename or path}: {error.strerror}"
     return f"{type(error).__name__}: {error}"
 
 
@@ -177,7 +180,7 @@ _ERASED = re.compile(r"^.*\r(?=[^\n])", re.M)
 def tidy(outputs: list[NotebookNode]) -> list[NotebookNode]:
     """Join the parts of each stream, and remove from it what was written over and erased.
 
-    nbclient does this too, in a time that grows with the square of a line's length.
+    So does nbclient, in a time that grows with the square of a line's length.
     """
     texts: dict[str, list[str]] = {}
     tidied = []
@@ -256,7 +259,7 @@ def execute(
             try:
                 store(outcome.copy, notebook.path)
             except OSError as error:
-                failure = _in_one_line(error)
+                failure = _in_one_line(error, notebook.path)
         if failure is not None:
             failed.append(notebook.name)
             console.print(f"[red]failed[/] {notebook.name}, {escape(failure)}", soft_wrap=True)

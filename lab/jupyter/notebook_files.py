@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -71,12 +72,18 @@ def read_notebook(path: Path) -> NotebookNode:
 def write_notebook(notebook: NotebookNode, path: Path) -> None:
     """Write a notebook to another file first, and give that the name ``path``: an error leaves no half file.
 
+    A link still names the same file then, which keeps its mode.
+
     Raises:
-        OSError: The disk is full, or the folder cannot be written.
+        OSError: The disk is full, or the file or its folder cannot be written.
     """
+    path = path.resolve()
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         nbformat.write(notebook, part)
+        if path.exists():
+            path.open("a").close()
+            shutil.copymode(path, part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
