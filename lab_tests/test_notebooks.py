@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from nbval.plugin import IPyNbFile, coalesce_streams
 
+from cluster import limits
 from lab import models
 from lab.commands.cli import main
 from lab.errors import NotebookError
@@ -24,7 +25,7 @@ from lab.jupyter.executing import (
     known_seconds,
     parse_parameters,
 )
-from lab.jupyter.notebook_files import FOLDER, code_cells, read_notebook, source_hash
+from lab.jupyter.notebook_files import FOLDER, code_cells, read_notebook, source_hash, write_notebook
 from lab.jupyter.storing import find_stale
 from lab_tests.proofs.notebooks import FACT, changed_facts, measure_notebooks
 from lab_tests.support.warm_kernels import warm_kernels
@@ -294,7 +295,7 @@ def test_a_notebook_is_stored_in_place_without_papermills_traces(tmp_path):
 def test_what_the_system_refuses_to_write_fails_one_notebook_alone(tmp_path):
     """A limit on the size of files, in place of a disk that is full."""
     big = write(tmp_path / "big.ipynb", "a = 0", "print('x' * 400_000)")
-    small = write(tmp_path / "small.ipynb", "a = 0")
+    small = write(tmp_path / "[small].ipynb", "a = 0")
     out = tmp_path / "out"
     out.mkdir()
     (out / "big.ipynb").write_text("of an earlier time")
@@ -306,9 +307,30 @@ def test_what_the_system_refuses_to_write_fails_one_notebook_alone(tmp_path):
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith(("failed", "passed", "lab"))]
     assert lines[0] == f"failed big, {out / 'big.ipynb'}: File too large"
-    assert lines[1].startswith("passed small in")
+    assert lines[1].startswith("passed [small] in")
     assert "Traceback" not in done.stderr
-    assert [path.name for path in out.iterdir()] == ["small.ipynb"]
+    assert [path.name for path in out.iterdir()] == ["[small].ipynb"]
+
+
+def test_a_notebook_is_not_started_where_it_cannot_have_its_threads(tmp_path, monkeypatch):
+    """ZeroMQ would end this process."""
+    [notebook] = find_notebooks([write(tmp_path / "n.ipynb", "a = 0")])
+    monkeypatch.setattr(limits, "free_threads", lambda: 12)
+    done = execute_one(notebook, {}, tmp_path / "out")
+    assert "a kernel needs about 20 threads, and 12 can be started here" in done.failure
+    assert not done.copy.exists()
+
+
+def test_a_notebook_is_written_through_a_link_and_keeps_its_mode(tmp_path):
+    path, link = tmp_path / ("n" * 240 + ".ipynb"), tmp_path / "link.ipynb"
+    write(path, "a = 0")
+    path.chmod(0o600)
+    link.symlink_to(path)
+    write_notebook(nbformat.v4.new_notebook(), link)
+    assert link.is_symlink()
+    assert nbformat.read(path, as_version=4).cells == []
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert sorted(tmp_path.iterdir()) == [link, path]
 
 
 @pytest.mark.usefixtures("warm")

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from traitlets.config import Config
 
+from cluster import limits
 from lab.errors import NotebookError
 from lab.jupyter.notebook_files import (
     FOLDER,
@@ -33,6 +34,9 @@ from lab.jupyter.notebook_files import (
 )
 from lab.jupyter.storing import find_stale, store
 from lab.units import abbreviate, format_seconds
+
+KERNEL_THREADS = 20
+"""The threads of a kernel and of its client."""
 
 
 @dataclass(frozen=True)
@@ -108,39 +112,36 @@ class Outcome:
 def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Outcome:
     """Execute a notebook with these parameters into a copy in ``folder``, and return when it has ended."""
     copy, failure, start = folder / notebook.path.name, None, time.perf_counter()
-    # papermill writes a file again after each cell: whatever happens then, the copy is whole, or not there.
-    part = copy.with_name(f".{copy.name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for earlier in (copy, part):
-            earlier.unlink(missing_ok=True)
-        with TemporaryDirectory(prefix="lab-", dir=folder_for_sockets()) as sockets:
-            papermill.execute_notebook(
-                notebook.path,
-                part,
-                parameters=values,
-                kernel_name="python3",
-                progress_bar={"desc": notebook.name},
-                # On a busy machine a kernel may be slow to start, and its outputs to arrive.
-                start_timeout=180,
-                iopub_timeout=60,
-                # The kernel's sockets are files, so its messages are on no network, not even the local one.
-                # Each kernel has a folder of its own: two kernels in one folder would share the files.
-                config=Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}}),
-            )
+        copy.unlink(missing_ok=True)
+        _check_threads()
+        with TemporaryDirectory(prefix="lab-", dir=folder_for_sockets()) as temporary:
+            # papermill writes it again after each cell.
+            executed = Path(temporary) / "executed.ipynb"
+            try:
+                papermill.execute_notebook(
+                    notebook.path,
+                    executed,
+                    parameters=values,
+                    kernel_name="python3",
+                    progress_bar={"desc": notebook.name},
+                    # On a busy machine a kernel may be slow to start, and its outputs to arrive.
+                    start_timeout=180,
+                    iopub_timeout=60,
+                    # The kernel's sockets are files, so its messages are on no network, not even the local
+                    # one. Each kernel has a folder of its own: two in one folder would share the files.
+                    config=Config({"KernelManager": {"transport": "ipc", "ip": f"{temporary}/kernel"}}),
+                )
+            finally:
+                with suppress(NotebookError):  # it was cut short
+                    if executed.exists():
+                        _finish(executed, copy)
     except papermill.PapermillExecutionError as error:
         failure = f"cell {error.cell_index}: {error.ename}: {error.evalue}"
     except (RuntimeError, OSError, zmq.ZMQError, NotebookError) as error:
         # The kernel died or did not start, or a disk is full.
         failure = _in_one_line(error, copy)
-    finally:
-        try:
-            if part.exists():
-                _finish(part, copy)
-        except (OSError, NotebookError) as error:
-            failure = failure or _in_one_line(error, copy)
-        with suppress(OSError):
-            part.unlink()
     return Outcome(time.perf_counter() - start, copy, failure)
 
 
@@ -159,10 +160,19 @@ def folder_for_sockets() -> str:
     )
 
 
+def _check_threads() -> None:
+    """Check that a kernel can start its threads: ZeroMQ ends the whole process where it cannot start one."""
+    if (free := limits.free_threads()) < KERNEL_THREADS:
+        raise NotebookError(
+            f"a kernel needs about {KERNEL_THREADS} threads, and {free:.0f} can be started here (ulimit "
+            "-u, or the container's limit of processes): raise that limit, or end other programs"
+        )
+
+
 def _in_one_line(error: Exception, path: Path) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or path}: {error.strerror}"
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, NotebookError) else f"{type(error).__name__}: {error}"
 
 
 def _finish(executed: Path, copy: Path) -> None:
@@ -262,11 +272,11 @@ def execute(
                 failure = _in_one_line(error, notebook.path)
         if failure is not None:
             failed.append(notebook.name)
-            console.print(f"[red]failed[/] {notebook.name}, {escape(failure)}", soft_wrap=True)
+            console.print(f"[red]failed[/] {escape(f'{notebook.name}, {failure}')}", soft_wrap=True)
         else:
             console.print(
-                f"[green]passed[/] {notebook.name} in {outcome.seconds:.0f} s -> "
-                f"{notebook.path if in_place else outcome.copy}",
+                f"[green]passed[/] {escape(notebook.name)} in {outcome.seconds:.0f} s -> "
+                + escape(str(notebook.path if in_place else outcome.copy)),
                 soft_wrap=True,
             )
     return failed

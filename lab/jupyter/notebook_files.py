@@ -78,7 +78,7 @@ def write_notebook(notebook: NotebookNode, path: Path) -> None:
         OSError: The disk is full, or the file or its folder cannot be written.
     """
     path = path.resolve()
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".lab-{os.getpid()}")
     try:
         nbformat.write(notebook, part)
         if path.exists():
