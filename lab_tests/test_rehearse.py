@@ -145,7 +145,7 @@ def test_what_this_machine_cannot_hold_is_refused_before_it_is_made(monkeypatch:
     made = lab.plan("tiny", "plain", tokens=256, ranks=1, workspace=False)
     needed = made.device_peak + made.host_peak
     for more in (-1, 0):
-        has = type("Memory", (), {"available": needed + more})
+        has = type("Memory", (), {"total": 2**40, "available": needed + more})
         monkeypatch.setattr(psutil, "virtual_memory", has)
         if more == 0:
             assert lab.rehearse("tiny", "plain", tokens=256, ranks=1).plan_over_measured == 1
