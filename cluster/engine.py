@@ -8,11 +8,10 @@ Nothing of the connection stays on the disk of this host.
 import gc
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from cluster.errors import ClusterError
 from cluster.host import near_cores, own_cores
 from cluster.network import address_towards
 from cluster.placement import Placement, Start, launcher_placement
+from cluster.temporary import temporary_folder
 from cluster.watchdog import end_after, wait_for_input_end, wait_for_owner, wait_for_port
 
 CONNECTION_VARIABLE = "IPP_CONNECTION_INFO"
@@ -37,8 +37,8 @@ def main() -> None:
     if start.stdin:
         os.environ[CONNECTION_VARIABLE] = sys.stdin.readline()
     address, port = registration()
-    directory = Path(tempfile.mkdtemp(prefix="rank-"))
-    clean_up = partial(shutil.rmtree, directory, ignore_errors=True)
+    temporary = ExitStack()
+    directory, clean_up = temporary.enter_context(temporary_folder()), temporary.close
     # The engine replaces this handler once it is registered.
     signal.signal(signal.SIGTERM, lambda *_: (clean_up(), os._exit(128 + signal.SIGTERM)))
     if start.stdin:
@@ -117,6 +117,16 @@ def run_engine(rank: int, directory: Path, arguments: list[str], clean_up: Calla
             await super().complete_registration(*args)
             clean_up()
 
+        def start_nanny(self, control_url: str) -> Any:
+            # Its program must not import a file of the current folder in place of Python's own.
+            os.environ["PYTHONSAFEPATH"] = "1"
+            try:
+                return super().start_nanny(control_url)
+            finally:
+                del os.environ["PYTHONSAFEPATH"]
+
+    # From here on a rank finds what a notebook in this folder finds.
+    sys.path[:] = dict.fromkeys([os.getcwd(), *sys.path])
     gc.enable()
     RankEngine.launch_instance([*arguments, f"--IPEngine.id={rank}", f"--profile-dir={directory}"])
 

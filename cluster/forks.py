@@ -153,7 +153,7 @@ class Forks:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "cluster.forks"],
+            [sys.executable, "-P", "-m", "cluster.forks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self.variables,

@@ -82,6 +82,16 @@ def free_threads() -> float:
     return free
 
 
+def killed_for_memory() -> int:
+    """Return how many processes the system has ended because a limit of the container's memory was reached."""
+    count = 0
+    for folder in _groups("memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            with suppress(OSError, ValueError):
+                count += int(dict(map(str.split, (folder / name).read_text().splitlines())).get("oom_kill", 0))
+    return count
+
+
 def most_open_files() -> int:
     """Return how many files and sockets a process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from cluster.errors import ClusterError
 from cluster.watchdog import ProcessId
@@ -54,7 +55,7 @@ class Start:
 
     def command(self, python: str) -> list[str]:
         """Return the command line of a process that becomes this rank."""
-        return [python, "-m", "cluster.engine", *self.arguments()]
+        return [python, "-P", "-m", "cluster.engine", *self.arguments()]
 
     @classmethod
     def from_json(cls, text: str) -> "Start":
@@ -69,8 +70,12 @@ class Start:
 
 
 def import_path() -> str:
-    """Return a PYTHONPATH with which another process imports what this one can import."""
-    entries = [entry or os.getcwd() for entry in sys.path]
+    """Return a PYTHONPATH with which another process imports what this one can import.
+
+    The current folder is the last of it. A file there may have the name of a module that Python needs to
+    start, for example random.py.
+    """
+    entries = [*filter(None, sys.path), str(Path(__file__).parents[1]), os.getcwd()]
     return os.pathsep.join(dict.fromkeys(entries))
 
 

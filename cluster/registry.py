@@ -16,6 +16,7 @@ from cluster.errors import ClusterError
 from cluster.folders import state_folder
 from cluster.permissions import is_cluster_directory
 from cluster.processes import end
+from cluster.temporary import remove_left
 from cluster.watchdog import ProcessId, this_process
 
 PATIENCE_SECONDS = 1.0
@@ -124,8 +125,10 @@ def entries() -> list[Entry]:
 def clean() -> list[tuple[str, int]]:
     """End the processes of clusters whose owner is gone, and of no other cluster; remove their directories.
 
+    The temporary folders of other processes that are gone are removed too.
+
     Returns:
-        The name of each such cluster, and how many of its processes still ran.
+        The name of each such cluster or folder, and how many of its processes still ran.
     """
     cleaned = []
     for entry in entries():
@@ -137,7 +140,7 @@ def clean() -> list[tuple[str, int]]:
                 shutil.rmtree(entry.directory, ignore_errors=True)
             _path(entry.name).unlink(missing_ok=True)
             cleaned.append((entry.name, len(processes)))
-    return cleaned
+    return cleaned + [(folder.name, 0) for folder in remove_left()]
 
 
 def status_text() -> str:

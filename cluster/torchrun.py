@@ -1,6 +1,8 @@
 """The process group of processes that torchrun started, or any launcher that sets the same variables."""
 
 import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +14,10 @@ from cluster.errors import ClusterError
 from cluster.network import LOOPBACK, interface_of
 from cluster.timeouts import DEFAULT_SECONDS
 from cluster.torch_private import set_timeout
+
+# As long as the name of a host that starts at the same time may take to be known.
+RENDEZVOUS_SECONDS = 40.0
+POLL_SECONDS = 5.0
 
 
 def launched() -> bool:
@@ -38,6 +44,33 @@ def check_ranks(ranks: int | None) -> None:
         )
 
 
+def check_rendezvous() -> None:
+    """Check that the host of rank 0 is there, if this process is about to join a process group.
+
+    Torch would wait for half an hour. The port may not be open yet: ranks start at different times.
+
+    Raises:
+        ClusterError: It is not, within RENDEZVOUS_SECONDS.
+    """
+    if not launched() or dist.is_initialized():
+        return None
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    deadline = time.monotonic() + RENDEZVOUS_SECONDS
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=POLL_SECONDS).close()
+        except ConnectionRefusedError:
+            return None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"MASTER_ADDR={host}, MASTER_PORT={port}: the host of rank 0 cannot be reached ("
+                    f"{error.strerror or error}); unset RANK, WORLD_SIZE and these two where no launcher set "
+                    "them for this process, or start it by torchrun again"
+                ) from error
+        time.sleep(POLL_SECONDS)
+
+
 @contextmanager
 def process_group() -> Iterator[int]:
     """Join the process group for the length of a `with` block, on the device of this process's LOCAL_RANK.
@@ -48,8 +81,10 @@ def process_group() -> Iterator[int]:
         The rank of this process.
 
     Raises:
-        ClusterError: There is no such device, torch cannot use it, or other processes fill it.
+        ClusterError: There is no such device, torch cannot use it, or other processes fill it; or see
+            `check_rendezvous`.
     """
+    check_rendezvous()
     one_node = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
     loopback = interface_of(LOOPBACK)
     if one_node and loopback:

@@ -74,7 +74,7 @@ def watched(module: str) -> list[str]:
         module: The name of the module.
     """
     pid, started = this_process()
-    return [sys.executable, "-m", "cluster.watchdog", str(pid), started, module]
+    return [sys.executable, "-P", "-m", "cluster.watchdog", str(pid), started, module]
 
 
 def this_process() -> ProcessId:

@@ -4,7 +4,14 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cluster.progress import notebook_shell
+try:
+    from cluster.progress import notebook_shell
+except ModuleNotFoundError as error:
+    import cluster
+
+    if hasattr(cluster, "__path__"):
+        raise
+    raise ImportError(f"{cluster.__file__} hides the lab's package `cluster`: rename that file") from error
 
 if TYPE_CHECKING:
     from cluster.ranks import Cluster

@@ -12,9 +12,10 @@ from rich.table import Table
 from lab.bench.gpu_items import ITEMS, Item
 from lab.bench.json_lines import Note, read_lines
 from lab.bench.table import table_text
+from lab.jupyter.notebook_files import FOLDER as NOTEBOOKS
 from lab.units import GiB
 
-FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "results"
+FOLDER = NOTEBOOKS / "results"
 
 GAP = "not measured yet"
 

@@ -52,6 +52,15 @@ def path(value: str | Path) -> Path:
         raise click.BadParameter(f"{error}.") from None
 
 
+def once(_context: click.Context, _option: click.Parameter, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Check that the values of an option, ``NAME=VALUE`` or two words, give no name twice."""
+    names = [value.partition("=")[0] if isinstance(value, str) else value[0] for value in values]
+    for name in names:
+        if names.count(name) > 1:
+            raise click.BadParameter(f"{name} is given {names.count(name)} times: give it once.")
+    return values
+
+
 # ---- options of several commands ---------------------------------------------------------------------------
 
 
@@ -72,6 +81,7 @@ SET = click.option(
     "--set",
     "knobs",
     multiple=True,
+    callback=once,
     metavar="KNOB=VALUE",
     help=f"Set a knob of the recipe: {', '.join(BY_NAME)}.",
 )
@@ -112,6 +122,7 @@ PROFILE = options(
         "--profile-set",
         "fields",
         multiple=True,
+        callback=once,
         metavar="FIELD=VALUE",
         help="Override a field of the profile.",
     ),

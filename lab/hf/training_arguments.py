@@ -12,6 +12,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from cluster.torchrun import check_rendezvous
 from lab.errors import RecipeError
 from lab.hf.accelerate_settings import PRECISION, launched_precision, refusal
 from lab.hf.choice import RecipeChoice
@@ -55,6 +56,7 @@ def arguments(
             the recipe; no number of tokens for a named recipe; ``given`` is neither a class of arguments nor
             an object of one, or ``knobs`` are not fields of a recipe with their values; settings with an
             object.
+        ClusterError: A launcher has left variables that name a host which is not there.
     """
     is_class = isinstance(given, type)
     kind = given if isinstance(given, type) else type(given)
@@ -92,6 +94,8 @@ def arguments(
     if bf16 is not None:
         _set_dtype(recipe, chosen, "bfloat16" if bf16 else None, launched)
     if isinstance(given, type):
+        # The object joins the process group.
+        check_rendezvous()
         defaults = dict.fromkeys(("activation_checkpointing", "logging_nan_inf_filter"), False)
         made: A = given(**{"prediction_loss_only": True, **defaults, **settings, "bf16": False})
         made.mixed_precision = "no"

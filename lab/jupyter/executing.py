@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import ast
+import logging
 import os
 import re
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import papermill
 import zmq
+from nbclient.exceptions import DeadKernelError
 from nbformat import NotebookNode
 from rich.console import Console
 from rich.markup import escape
 from traitlets.config import Config
 
 from cluster import limits
+from cluster.temporary import PREFIX, places, temporary_folder
 from lab.errors import NotebookError
 from lab.jupyter.notebook_files import (
     FOLDER,
@@ -46,10 +47,14 @@ class Notebook:
     Attributes:
         path: The file.
         defaults: The values that its ``parameters`` cell assigns, by name.
+        kinds: Their types: those that they are annotated with, or else their own.
+        given: The values with which an executed copy was executed, by name.
     """
 
     path: Path
     defaults: dict[str, Any]
+    kinds: dict[str, type]
+    given: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -79,18 +84,21 @@ def refuse_notebook(model: str) -> None:
 
 
 def parse_parameters(notebook: Notebook, texts: dict[str, str]) -> dict[str, Any]:
-    """Return the values of parameters given as text, each of the type of the notebook's default.
+    """Return the values of parameters given as text, each of the type of the notebook's own.
+
+    Values with which an executed copy was executed hold, unless they are given anew.
 
     Raises:
         NotebookError: The notebook does not have a parameter of this name, or a value has another type.
     """
-    values = {}
+    values = dict(notebook.given)
     for name, text in texts.items():
         if name not in notebook.defaults:
             raise NotebookError(
                 f"{notebook.name} has no parameter {name!r}: it takes {', '.join(notebook.defaults)}"
             )
-        values[name] = _as_type_of(notebook.defaults[name], text, f"{notebook.name}: {name}")
+        where, default = f"{notebook.name}: {name}", notebook.defaults[name]
+        values[name] = _as_kind(notebook.kinds[name], default, text, where)
     return values
 
 
@@ -112,13 +120,15 @@ class Outcome:
 def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Outcome:
     """Execute a notebook with these parameters into a copy in ``folder``, and return when it has ended."""
     copy, failure, start = folder / notebook.path.name, None, time.perf_counter()
+    killed, cell = limits.killed_for_memory(), 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         copy.unlink(missing_ok=True)
         _check_threads()
-        with TemporaryDirectory(prefix="lab-", dir=folder_for_sockets()) as temporary:
+        own_python_first()
+        with temporary_folder(folder_for_sockets()) as temporary:
             # papermill writes it again after each cell.
-            executed = Path(temporary) / "executed.ipynb"
+            executed = temporary / "executed.ipynb"
             try:
                 papermill.execute_notebook(
                     notebook.path,
@@ -132,15 +142,25 @@ def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Out
                     # The kernel's sockets are files, so its messages are on no network, not even the local
                     # one. Each kernel has a folder of its own: two in one folder would share the files.
                     config=Config({"KernelManager": {"transport": "ipc", "ip": f"{temporary}/kernel"}}),
+                    # One that is interrupted would print the traceback of a reply that it cannot send.
+                    extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
                 )
             finally:
                 with suppress(NotebookError):  # it was cut short
                     if executed.exists():
-                        _finish(executed, copy)
+                        cell = _finish(executed, copy)
     except papermill.PapermillExecutionError as error:
         failure = f"cell {error.cell_index}: {error.ename}: {error.evalue}"
+    except KeyboardInterrupt:
+        # Of the tasks that are left, asyncio would print that nobody has taken their errors.
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        raise
+    except DeadKernelError:
+        full = limits.killed_for_memory() > killed
+        why = ": the container's limit of memory was reached; a smaller size needs less" if full else ""
+        failure = f"cell {cell}: the kernel died{why}"
     except (RuntimeError, OSError, zmq.ZMQError, NotebookError) as error:
-        # The kernel died or did not start, or a disk is full.
+        # The kernel did not start, or a disk is full.
         failure = _in_one_line(error, copy)
     return Outcome(time.perf_counter() - start, copy, failure)
 
@@ -151,13 +171,22 @@ def folder_for_sockets() -> str:
     Raises:
         NotebookError: No folder has a path that is short enough.
     """
-    longest = zmq.IPC_PATH_MAX_LEN - len("/lab-01234567/kernel-5")
-    for folder in (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"):
+    longest = zmq.IPC_PATH_MAX_LEN - len(f"/{PREFIX}01234567/kernel-5")
+    for folder in places():
         if 0 < len(os.fsencode(folder)) <= longest and os.access(folder, os.W_OK | os.X_OK):
             return folder
     raise NotebookError(
         f"the sockets of a kernel need a folder whose path has at most {longest} bytes: set TMPDIR to one"
     )
+
+
+def own_python_first() -> None:
+    """Have Jupyter start the Python in which the lab runs, whatever other kernels are named ``python3``.
+
+    In the spec of this package, the name "python" stands for that one.
+    """
+    paths = [str(Path(__file__).parent), *filter(None, os.environ.get("JUPYTER_PATH", "").split(os.pathsep))]
+    os.environ["JUPYTER_PATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
 def _check_threads() -> None:
@@ -175,13 +204,15 @@ def _in_one_line(error: Exception, path: Path) -> str:
     return str(error) if isinstance(error, NotebookError) else f"{type(error).__name__}: {error}"
 
 
-def _finish(executed: Path, copy: Path) -> None:
-    """Write what papermill executed, with tidy outputs, as ``copy``."""
+def _finish(executed: Path, copy: Path) -> int:
+    """Write what papermill executed, with tidy outputs, as ``copy``, and return the last cell that started."""
     notebook = read_notebook(executed)
     notebook.metadata.papermill.output_path = str(copy)
     for cell in code_cells(notebook):
         cell.outputs = tidy(cell.outputs)
     write_notebook(notebook, copy)
+    started = (number for number, cell in enumerate(notebook.cells) if cell.metadata.papermill.start_time)
+    return max(started, default=0)
 
 
 _ERASED = re.compile(r"^.*\r(?=[^\n])", re.M)
@@ -250,6 +281,10 @@ def execute(
             console.print("no notebook is stale")
             return []
     work = [(notebook, parse_parameters(notebook, parameters)) for notebook in notebooks]
+    for notebook in notebooks:
+        if kept := [f"{name}={value!r}" for name, value in notebook.given.items() if name not in parameters]:
+            message = f"{notebook.name} is a copy that was executed with {', '.join(kept)}: that still holds"
+            console.print(message, markup=False, soft_wrap=True)
     folder = out or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -302,41 +337,52 @@ def _find_other(name: str, known: dict[str, Path]) -> Path:
 
 
 def _read(path: Path) -> Notebook:
-    tagged = code_cells(read_notebook(path), "parameters")
+    notebook = read_notebook(path)
+    tagged = code_cells(notebook, "parameters")
     if not tagged:
         raise NotebookError(f"{path.name} has no cell tagged 'parameters'")
-    defaults = {}
+    defaults, kinds = _literals(tagged[0].source, path)
+    given = [cell.source for cell in code_cells(notebook, "injected-parameters")]
+    return Notebook(path, defaults, kinds, _literals(given[0], path)[0] if given else {})
+
+
+def _literals(source: str, path: Path) -> tuple[dict[str, Any], dict[str, type]]:
+    """Return the values that a cell assigns, and their types."""
+    values, kinds = {}, {}
     try:
-        statements = ast.parse(tagged[0].source).body
+        statements = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NotebookError(f"{path.name}: its parameters are no Python: {first_line(error)}") from error
     for statement in statements:
         try:
-            [target], value = statement.targets, statement.value
-            defaults[target.id] = ast.literal_eval(value)
+            [target] = getattr(statement, "targets", None) or [statement.target]
+            value = values[target.id] = ast.literal_eval(statement.value)
         except (AttributeError, ValueError):
             raise NotebookError(
                 f"{path.name}: its parameters must be literals, and {ast.unparse(statement)!r} is not one"
             ) from None
-    return Notebook(path, defaults)
+        annotated = ast.unparse(getattr(statement, "annotation", ast.Constant("")))
+        kinds[target.id] = {kind.__name__: kind for kind in _KINDS}.get(annotated, type(value))
+    return values, kinds
 
 
-def _as_type_of(default: Any, text: str, where: str) -> Any:
-    if isinstance(default, str):
+_KINDS = {
+    int: "a whole number", float: "a number", bool: "True or False", str: "a text", list: "a list", dict: "a dict",
+}  # fmt: skip
+
+
+def _as_kind(kind: type, default: Any, text: str, where: str) -> Any:
+    if kind is str:
         return text
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         value = text
-    if isinstance(default, float) and type(value) is int:
+    if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not type(default) and default is not None:
+    if type(value) is not kind and kind is not type(None):
         raise NotebookError(
-            f"{where} = {text!r} is not {_type_name(default)}: give a value like {default!r}, its default"
+            f"{where} = {text!r} is not {_KINDS.get(kind, kind.__name__)}: give a value like {default!r}, its "
+            "default"
         )
     return value
-
-
-def _type_name(value: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "True or False", list: "a list", dict: "a dict"}
-    return names.get(type(value), type(value).__name__)

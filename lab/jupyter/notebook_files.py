@@ -16,8 +16,8 @@ from nbformat import NotebookNode
 from lab.errors import NotebookError
 from lab.units import abbreviate
 
-FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-"""The folder of the lab's own notebooks."""
+FOLDER = (Path(__file__).parent / "notebooks").resolve()
+"""The folder of the lab's own notebooks. In a clone it is a link to the folder at the top."""
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 """The kind of output that is a widget."""
@@ -44,7 +44,7 @@ def read_notebook(path: Path) -> NotebookNode:
         NotebookError: The file cannot be read, or is no such notebook.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         document: Any = json.loads(text)
     except OSError as error:
         raise NotebookError(f"{path} cannot be read: {error.strerror}") from error

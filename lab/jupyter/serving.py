@@ -10,7 +10,7 @@ from pathlib import Path
 from jupyterlab.labapp import LabApp
 
 from lab.errors import LabError
-from lab.jupyter.executing import find_notebooks
+from lab.jupyter.executing import find_notebooks, own_python_first
 from lab.jupyter.security import jupyter_config, token_is_off
 
 
@@ -40,7 +40,8 @@ def check_address(port: int, ip: str) -> None:
 def serve(folder: Path, *, port: int, browser: bool, ip: str) -> None:
     """Serve JupyterLab, opened on the first notebook of ``folder``, until it is interrupted.
 
-    It asks for a token, which is in the address that it prints.
+    It asks for a token, which is in the address that it prints, or for the token or password that the user
+    has configured, which is not.
 
     Args:
         folder: A folder with copies of the lab's notebooks.
@@ -48,13 +49,18 @@ def serve(folder: Path, *, port: int, browser: bool, ip: str) -> None:
         browser: Whether to open a browser.
         ip: The address to listen on.
     """
-    LabApp.launch_instance(
+    own_python_first()
+    server = LabApp.initialize_server(
         [
             *jupyterlab_arguments(folder, find_notebooks([])[0].path.name, ip),
             f"--ServerApp.port={port}",
             f"--ServerApp.open_browser={browser}",
         ]
     )
+    if not server.identity_provider.token_generated:
+        address = server.public_url.partition("?")[0]
+        print(f"JupyterLab runs at {address}, with the token or password that you have configured", flush=True)
+    server.start()
 
 
 def jupyterlab_arguments(root: Path, first: str, ip: str = "127.0.0.1") -> list[str]:

@@ -132,7 +132,7 @@ def files_of(folder: Path) -> dict[Path, list[str]]:
         return {folder / SINGLE: []} if layout == "single" else {}
     check_file(index)
     try:
-        places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        places = dict(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ModelError(
             f"{index} is no index of weights ({type(error).__name__}): write it again"

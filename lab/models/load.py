@@ -419,11 +419,9 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
             "dtype='bfloat16', or --dtype bfloat16"
         )
     with _as_model_error(f"{path} is not a config that transformers can read"):
-        if fields is document and how is None:
-            config = config_class.from_json_file(str(path))
-        else:
-            others = ("model_type", "quantization_config")
-            config = config_class(**{name: value for name, value in fields.items() if name not in others})
+        whole = fields is document and how is None
+        left_out = () if whole else ("model_type", "quantization_config")
+        config = config_class(**{name: value for name, value in fields.items() if name not in left_out})
     assert isinstance(config, PretrainedConfig)
     return config
 
@@ -436,7 +434,7 @@ def _document(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8-sig"), object_hook=_number)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {_sentence(error)}") from error
     if not isinstance(document, dict):
@@ -444,6 +442,11 @@ def _document(folder: Path) -> dict[str, Any]:
     # The name of the field in older checkpoints of compressed-tensors.
     older = document.pop("compression_config", None)
     return document if older is None else {**document, "quantization_config": older}
+
+
+def _number(table: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as a table, because JSON has no infinity."""
+    return float(table["__float__"]) if [*table] == ["__float__"] else table
 
 
 def _text_fields(path: Path, document: dict[str, Any]) -> dict[str, Any]:

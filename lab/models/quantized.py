@@ -52,7 +52,7 @@ def _by_note(path: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        method = json.loads(path.read_text(encoding="utf-8"))["quantization"]["quant_algo"]
+        method = json.loads(path.read_text(encoding="utf-8-sig"))["quantization"]["quant_algo"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return path.name
     # Where keys and values alone are quantized, in the cache of generation, there is no method.

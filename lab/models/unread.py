@@ -61,7 +61,7 @@ def wrapper_of(model: object) -> str | None:
         return None
     path = Path(model) if Path(model).name == "config.json" else Path(model) / "config.json"
     try:
-        kind = json.loads(path.read_text(encoding="utf-8"))["model_type"]
+        kind = json.loads(path.read_text(encoding="utf-8-sig"))["model_type"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
     return kind if isinstance(kind, str) and kind in WRAPPERS else None

@@ -126,7 +126,7 @@ def _decoded(file: Path) -> str | None:
     if not file.stat().st_size:
         return ""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # Editors on Windows begin files with a mark.
     except UnicodeDecodeError:
         return None
     return None if "\0" in text else text

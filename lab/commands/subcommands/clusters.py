@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lab.commands.base import integer
+from lab.commands.base import integer, once
 
 
 @click.group()
@@ -23,7 +23,9 @@ def profiles() -> None:
 @cluster.command()
 @click.argument("name")
 @click.option("--ranks", type=integer, default=2, show_default=True)
-@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Override a field.")
+@click.option(
+    "--set", "settings", multiple=True, callback=once, metavar="FIELD=VALUE", help="Override a field."
+)
 def show(name: str, ranks: int, settings: tuple[str, ...]) -> None:
     """Show the fields of profile NAME, rank 0's environment and what would start, with reasons."""
     from cluster.profiles import find_profile

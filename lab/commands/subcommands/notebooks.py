@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from datetime import datetime
 from pathlib import Path
 
 import click
 
-from lab.commands.base import path, status
+from lab.commands.base import once, path, status
 
 COPIES = click.option(
     "--folder",
@@ -76,7 +77,15 @@ def check(notebook: str, folder: Path | None, solution: bool) -> None:
 
 @click.command()
 @click.argument("notebooks", nargs=-1)
-@click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="Set a parameter.")
+@click.option(
+    "-p",
+    "parameters",
+    nargs=2,
+    multiple=True,
+    callback=once,
+    metavar="NAME VALUE",
+    help="Set a parameter.",
+)
 @click.option("--out", type=path, help="Where the executed copies go. [runs/<date>]")
 @click.option("--in-place", is_flag=True, help="Store the outputs in the notebooks themselves, too.")
 @click.option("--stale", is_flag=True, help="Only those whose code, or the code they show, has changed.")
@@ -90,6 +99,8 @@ def execute(
     """Execute NOTEBOOKS (all of them when none is named) into copies, with their own ranks."""
     from lab.jupyter import executing
 
+    for ended in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ended, signal.default_int_handler)
     failed = executing.execute(list(notebooks), dict(parameters), out, in_place=in_place, stale=stale)
     if failed:
         click.echo(f"lab: {len(failed)} failed: {', '.join(failed)}", err=True)

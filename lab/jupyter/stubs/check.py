@@ -158,7 +158,7 @@ def _answers(
     process: subprocess.Popen[bytes], read: int, seen: set[psutil.Process], seconds: float
 ) -> Iterator[Answer]:
     """Yield what the process reports, and how it ended; collect its descendants in ``seen``."""
-    deadline, rest = time.monotonic() + seconds, b""
+    deadline, rest, own = time.monotonic() + seconds, b"", set[psutil.Process]()
     while time.monotonic() < deadline:
         ready, _, _ = select.select([read], [], [], _POLL_SECONDS)
         seen |= family([process.pid])
@@ -168,13 +168,14 @@ def _answers(
             if line is None:
                 # A process that detached itself a moment ago is an orphan, which the check's process adopts.
                 seen |= family([process.pid])
-                left = [one for one in seen if one.pid != process.pid and is_alive(one)]
+                left = [one for one in seen - own if is_alive(one)]
                 if left:
                     names = ", ".join(sorted({one.name() for one in left}))
                     yield Answer("The cell leaves nothing running", f"it left {names} running, now ended")
                 return
             if line is True:
-                deadline = time.monotonic() + seconds
+                # Those that are there before the cell runs: the check's, and that of which ranks are forks.
+                deadline, own = time.monotonic() + seconds, family([process.pid])
             else:
                 yield Answer(*line)
         if not received and process.poll() is not None:
