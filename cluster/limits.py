@@ -83,12 +83,13 @@ def free_threads() -> float:
 
 
 def killed_for_memory() -> int:
-    """Return how many processes the system has ended because a limit of the container's memory was reached."""
+    """Return how many processes the system has ended because the container's memory was used up."""
     count = 0
     for folder in _groups("memory"):
         for name in ("memory.events", "memory.oom_control"):
             with suppress(OSError, ValueError):
-                count += int(dict(map(str.split, (folder / name).read_text().splitlines())).get("oom_kill", 0))
+                counters = dict(line.split() for line in (folder / name).read_text().splitlines())
+                count += int(counters.get("oom_kill", 0))
     return count
 
 

@@ -114,7 +114,8 @@ def record(profile: str, ranks: int, processes: set[psutil.Process], directory: 
 
 def forget(directory: Path) -> None:
     """Remove the entry of the cluster with this directory."""
-    _path(directory.name).unlink(missing_ok=True)
+    with suppress(OSError):  # where none can be written, none was
+        _path(directory.name).unlink()
 
 
 def entries() -> list[Entry]:

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from lab import models
+from lab.commands.base import _one_line
 from lab.commands.cli import main
 from lab.commands.report import run_text
 from lab.planning.cuda_workspace import outside_workspace
@@ -127,6 +128,9 @@ REHEARSE = "rehearse tiny --tokens 40 --ranks 2 --machine cpu"
         (f"{PLAN} --device k80", "no device named 'k80': the table has"),
         (f"{PLAN} --recipe uppipe", "unknown recipe 'uppipe': give one of plain"),
         (f"{PLAN} --ranks 3 --set ulysses=3", "ulysses=3: .* these work: 1, 2, 4, 8, 16, 32"),
+        (f"{PLAN} --set ring=2 --set ring=1", r"Invalid value for '--set': ring is given 2 times: give it"),
+        (f"{TRAIN} --profile-set numa=1 --profile-set numa=0", ".*'--profile-set': numa is given 2 times"),
+        ("cluster show ssh --set hosts=a --set hosts=b", ".*'--set': hosts is given 2 times: give it once"),
         (f"{PLAN} --set head_chunk", "'head_chunk' sets no knob: write name=value"),
         (f"{PLAN} --set heads=4", "a recipe has no field 'heads': its fields are"),
         (f"{PLAN} --set ulysses_backend=deepspeed --recipe ulysses",
@@ -296,6 +300,13 @@ def test_a_terminal_gets_a_sign_that_it_has(encoding):
     assert ("#####" in said.stdout) == (encoding == "latin-1")
     assert ("█████" in said.stdout) == (encoding == "cp437")
     assert "?" not in said.stdout
+
+
+def test_a_home_that_cannot_be_written_is_said_with_what_helps(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    said, code = _one_line(PermissionError(13, "Permission denied", "/home/me/.local"))
+    assert (said, code) == ("/home/me/.local: Permission denied; set HOME to a folder that you can write", 2)
+    assert _one_line(PermissionError(13, "Permission denied", "/etc/x"))[0] == "/etc/x: Permission denied"
 
 
 def test_scripts_of_widgets_are_read_whatever_the_locale():

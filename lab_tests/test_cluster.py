@@ -646,9 +646,39 @@ def test_nothing_is_left_after_an_error_with_a_stuck_rank() -> None:
     assert not directory.exists()
 
 
+SHADOWS = ("cluster", "random", "json", "secrets", "torch", "numpy", "zmq", "watchdog")
+
+
+def test_files_beside_a_notebook_hide_no_module_from_the_ranks(tmp_path: Path) -> None:
+    """With ranks that are forks, and with those that are programs of their own."""
+    for name in SHADOWS:
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('hides a module')")
+    (tmp_path / "own.py").write_text("value = 3")
+    code = """
+import sys
+from lab import Cluster
+sys.path.insert(0, "")
+for profile in ("local", "node8"):
+    with Cluster(ranks=2, profile=profile) as cluster:
+        print(cluster.apply(lambda: (__import__("own").value, len(__import__("random").__all__) > 9)))
+"""
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == ["[(3, True), (3, True)]"] * 2, done.stderr
+
+
+def test_a_file_that_hides_the_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cluster.py").touch()
+    command = [sys.executable, "-c", "import lab"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    said = f"ImportError: {tmp_path}/cluster.py hides the lab's package `cluster`: rename that file"
+    assert done.stderr.splitlines()[-1] == said
+
+
 def test_what_the_controller_writes_is_private_at_once(tmp_path: Path) -> None:
     (tmp_path / "writes.py").write_text("open('key', 'w').close()")
-    subprocess.run(watchdog.watched("writes"), cwd=tmp_path, check=True, umask=0o022)
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run(watchdog.watched("writes"), cwd=tmp_path, check=True, umask=0o022, env=variables)
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
 
 

@@ -1,5 +1,8 @@
 """A reader's own copies: what they contain, and that nothing in them is ever written over."""
 
+import os
+import shutil
+import socket
 import subprocess
 import sys
 
@@ -95,6 +98,47 @@ def test_lab_open_says_where_the_copies_are_and_serves_them(tmp_path, monkeypatc
         (tmp_path / name, {"port": 8931, "browser": False, "ip": "127.0.0.1"})
         for name in ("my_notebooks", "my_notebooks", "teacher_notebooks")
     ]
+
+
+def test_the_address_is_printed_where_the_token_is_the_users(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "lab", "open", "--no-browser", "--port", str(port)]
+    variables = {**os.environ, "JUPYTER_TOKEN": "secret"}
+    with subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True) as server:
+        line = server.stdout.readline()
+        server.terminate()
+    address = f"http://127.0.0.1:{port}/lab/tree/{NAMES[0]}.ipynb"
+    assert line == f"JupyterLab runs at {address}, with the token or password that you have configured\n"
+
+
+@pytest.mark.long
+def test_a_wheel_has_the_notebooks(tmp_path):
+    """Built of the files that git knows, and used where the clone is not on the path."""
+    root, clone, site = FOLDER.parent, tmp_path / "clone", tmp_path / "site"
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True)
+    for name in listed.stdout.splitlines():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / name, clone / name, follow_symlinks=False)
+    pip = [sys.executable, "-m", "pip", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, clone], check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
+    code = """
+from pathlib import Path
+from lab.bench import results
+from lab.jupyter.copies import make_copies
+from lab.jupyter.notebook_files import FOLDER
+print(FOLDER, len(make_copies(Path("copies")).made), len([*results.FOLDER.iterdir()]))
+"""
+    variables = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    many = len([*(FOLDER / "results").iterdir()])
+    assert done.stdout == f"{site}/lab/jupyter/notebooks {len(NAMES)} {many}\n", done.stderr
+    copied = {path.relative_to(tmp_path / "copies") for path in (tmp_path / "copies").rglob("*")}
+    assert {path.relative_to(FOLDER) for path in (FOLDER / "images").iterdir()} < copied
 
 
 def test_a_folder_that_cannot_have_copies_is_refused(tmp_path):

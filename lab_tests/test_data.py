@@ -26,6 +26,11 @@ def test_bytes_are_tokens():
     assert data.encode("Aé").tolist() == [65, 0xC3, 0xA9]
 
 
+def test_the_mark_at_the_beginning_of_a_file_is_no_text(tmp_path):
+    (tmp_path / "text").write_text("two", encoding="utf-8-sig")
+    assert data.read_text(tmp_path / "text") == "two"
+
+
 def test_a_folder_is_read_in_order_and_what_is_not_text_is_left_out(tmp_path):
     (tmp_path / "b.txt").write_text("two")
     (tmp_path / "a.txt").write_text("one ")

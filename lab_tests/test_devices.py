@@ -1,5 +1,6 @@
 """GPUs that cannot be used are refused in one line; stand-ins give the answers of torch and nvidia-smi."""
 
+import socket
 import time
 from types import SimpleNamespace
 
@@ -7,10 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from transformers import TrainingArguments
 
 import lab
+import lab.hf
 from cluster import capacity, devices, remote, torchrun
 from cluster.errors import ClusterError
+from cluster.network import reserved_ports
 from cluster.ranks import Cluster
 from lab.commands.cli import main
 from lab.rehearsing.rehearse import machine_for
@@ -54,6 +58,41 @@ def patch_group(patch):
     patch.setattr(dist, "get_rank", lambda: 0)
     patch.setattr(torchrun, "set_timeout", limits.append)
     return limits
+
+
+@pytest.mark.parametrize(
+    "joins", [join, lambda: lab.hf.arguments(TrainingArguments, recipe="upipe", tokens=64)]
+)
+def test_a_launchers_variables_of_a_host_that_is_gone(monkeypatch, joins):
+    as_torchruns(monkeypatch, 0, 2)
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("torch waits"))
+    monkeypatch.setattr(torchrun, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(torchrun, "RENDEZVOUS_SECONDS", 0.05)
+    tried = []
+
+    def gone(address, timeout):
+        tried.append(address)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", gone)
+    assert refusal(joins) == (
+        "MASTER_ADDR=node7, MASTER_PORT=29500: the host of rank 0 cannot be reached (Name or service not "
+        "known); unset RANK, WORLD_SIZE and these two where no launcher set them for this process, or start "
+        "it by torchrun again"
+    )
+    assert len(tried) > 2
+    assert {*tried} == {("node7", "29500")}
+
+
+def test_a_host_that_refuses_a_connection_is_there(monkeypatch):
+    """Rank 0 may start later."""
+    as_torchruns(monkeypatch, 1, 2)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with reserved_ports(1) as [port]:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        torchrun.check_rendezvous()
 
 
 def test_a_driver_older_than_torchs_cuda(monkeypatch):

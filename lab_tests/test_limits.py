@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import nbformat
 import psutil
 import pytest
 
@@ -98,6 +99,15 @@ def test_more_ranks_than_the_container_holds_are_refused(groups: Path) -> None:
         Cluster(ranks=3)
 
 
+def test_what_a_limit_of_memory_has_ended_is_counted(groups: Path) -> None:
+    assert limits.killed_for_memory() == 0
+    group(groups, memory__events="low 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0")
+    assert limits.killed_for_memory() == 2
+    (groups / "own").write_text("4:memory:/\n")
+    group(groups / "memory", memory__oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 5")
+    assert limits.killed_for_memory() == 5
+
+
 def test_a_quota_under_one_core_is_one_thread(groups: Path) -> None:
     group(groups, cpu__max="20000 100000")
     assert limits.cores() == 1
@@ -137,6 +147,25 @@ def test_a_real_control_group(small_group: Path) -> None:
     line = lab(*inside, ranks=6)
     assert "ranks=6: they need about 3.0 GiB of memory, and 0." in line
     assert "of 1.2 GiB are available here; " in line
+
+
+@pytest.mark.long
+def test_a_kernel_that_a_real_control_group_ends_is_told_so(small_group: Path, tmp_path: Path) -> None:
+    cells = [nbformat.v4.new_code_cell(source) for source in ("a = 0", "b'x' * 2_000_000_000")]
+    cells[0].metadata["tags"] = ["parameters"]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "n.ipynb")
+    inside = ["sh", "-c", f'echo $$ > {small_group}/cgroup.procs && exec "$@"', "sh"]
+    command = [
+        sys.executable,
+        "-m",
+        "lab",
+        "execute",
+        str(tmp_path / "n.ipynb"),
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    done = subprocess.run([*inside, *command], capture_output=True, text=True, timeout=600)
+    assert "failed n, cell 1: the kernel died: the container's limit of memory was reached" in done.stderr
 
 
 @pytest.mark.long

@@ -3,20 +3,25 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 from click.testing import CliRunner
 from nbval.plugin import IPyNbFile, coalesce_streams
 
 from cluster import limits
+from cluster.processes import wait_for_end
 from lab import models
 from lab.commands.cli import main
 from lab.errors import NotebookError
+from lab.jupyter import executing
 from lab.jupyter.executing import (
     execute,
     execute_one,
@@ -28,6 +33,7 @@ from lab.jupyter.executing import (
 from lab.jupyter.notebook_files import FOLDER, code_cells, read_notebook, source_hash, write_notebook
 from lab.jupyter.storing import find_stale
 from lab_tests.proofs.notebooks import FACT, changed_facts, measure_notebooks
+from lab_tests.support.commands import refusal
 from lab_tests.support.warm_kernels import warm_kernels
 
 NAMES = [notebook.name for notebook in find_notebooks([])]
@@ -77,7 +83,8 @@ def kernels():
 
 @pytest.fixture
 def warm(kernels, monkeypatch):
-    monkeypatch.setenv("JUPYTER_PATH", str(kernels))
+    monkeypatch.setenv("JUPYTER_PATH", "")
+    monkeypatch.setattr(executing, "KERNELS", kernels)
 
 
 def of_eight_heads():
@@ -222,8 +229,74 @@ def test_parameters_are_read_as_their_defaults_types(tmp_path):
     assert parse_parameters(notebook, given) == {"a": 7, "b": 2.0, "c": "7", "d": [3, 4]}
 
 
+def test_an_annotated_parameter_has_the_type_that_it_says(tmp_path):
+    path = write(tmp_path / "n.ipynb", "a: int = 1\nb: float = 1\nc: 'str' = 2\nd: int | None = None")
+    [notebook] = find_notebooks([path])
+    assert parse_parameters(notebook, {"a": "7", "b": "0.5", "d": "3"}) == {"a": 7, "b": 0.5, "d": 3}
+    with pytest.raises(NotebookError, match=r"a = '0\.5' is not a whole number: give a value like 1"):
+        parse_parameters(notebook, {"a": "0.5"})
+    assert parse_parameters(notebook, {"b": "3"}) == {"b": 3.0}
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_copy_keeps_the_values_with_which_it_was_executed_and_a_name_is_given_once(tmp_path, capsys):
+    path = write(tmp_path / "n.ipynb", "a = 1\nb = 2", "print(a, b)")
+    copy = tmp_path / "one" / "n.ipynb"
+    for source, parameters, printed in ((path, {"a": "5"}, "5 2"), (str(copy), {"b": "7"}, "5 7")):
+        assert execute([source], parameters, tmp_path / ("one" if source == path else "two")) == []
+        last = nbformat.read(tmp_path / ("one" if source == path else "two") / "n.ipynb", as_version=4)
+        assert last.cells[-1].outputs[0].text == f"{printed}\n"
+    assert "n is a copy that was executed with a=5: that still holds" in capsys.readouterr().err
+    said = refusal(f"execute {path} -p a 2 -p a 3")
+    assert said == "Invalid value for '-p': a is given 2 times: give it once."
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_kernel_that_dies_is_said_with_its_cell_and_what_ended_it(tmp_path, monkeypatch):
+    [notebook] = find_notebooks([write(tmp_path / "n.ipynb", "a = 0", "1", "import os; os._exit(9)", "2")])
+    assert execute_one(notebook, {}, tmp_path / "out").failure == "cell 2: the kernel died"
+    monkeypatch.setattr(limits, "killed_for_memory", iter([3, 4]).__next__)
+    said = execute_one(notebook, {}, tmp_path / "out").failure
+    assert said.startswith("cell 2: the kernel died: the container's limit of memory was reached; ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_one_line_and_leaves_nothing(number, tmp_path):
+    notebook = write(tmp_path / "n.ipynb", "a = 0", "open('started', 'w'); import time; time.sleep(600)")
+    command = [sys.executable, "-m", "lab", "execute", notebook, "--out", str(tmp_path / "out")]
+    variables = {**os.environ, "TMPDIR": str(tmp_path / "t")}
+    (tmp_path / "t").mkdir()
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=variables) as process:
+        while not (tmp_path / "started").exists():
+            time.sleep(0.1)
+        kernels = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    lines = [line for line in said.splitlines() if line and "cell/s" not in line and "s/cell" not in line]
+    assert lines == ["lab: interrupted"]
+    assert kernels
+    assert wait_for_end(kernels, 10) == []
+    assert not [*(tmp_path / "t").glob("lab-*")]
+
+
+def test_the_kernel_is_the_python_of_the_lab(tmp_path, monkeypatch):
+    """Whatever other Python has a kernel of this name, in the place that Jupyter prefers."""
+    other = tmp_path / "share" / "kernels" / "python3"
+    other.mkdir(parents=True)
+    spec = {"argv": ["/usr/bin/false"], "display_name": "Python 3", "language": "python"}
+    (other / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share"))
+    write(tmp_path / "n.ipynb", "a = 0", "import sys; print(sys.executable)")
+    [notebook] = find_notebooks([str(tmp_path / "n.ipynb")])
+    done = execute_one(notebook, {}, tmp_path / "out")
+    assert done.failure is None
+    [output] = nbformat.read(done.copy, as_version=4).cells[-1].outputs
+    assert Path(output.text.strip()).samefile(sys.executable)
+
+
 def test_a_parameter_that_is_no_literal_is_refused(tmp_path):
-    for cell in ("a = 1 + 1", "import sys", "a = b = 3"):
+    for cell in ("a = 1 + 1", "import sys", "a = b = 3", "a: int"):
         with pytest.raises(
             NotebookError, match=r"n\.ipynb: its parameters must be literals, and .* is not one"
         ):
@@ -267,7 +340,7 @@ def test_failures_and_seconds_are_counted(tmp_path):
     dead = write(tmp_path / "dead.ipynb", "a = 0", "import os\nos._exit(3)")
     failed, gone, fine = measure_notebooks([bad, dead, good], 2, print)
     assert gone["failed"] == 2
-    assert gone["first failure"].startswith("DeadKernelError")
+    assert gone["first failure"] == "cell 1: the kernel died"
     assert (failed["notebook"], failed["executed"], failed["failed"]) == ("bad", 2, 2)
     assert failed["first failure"] == "cell 1: ZeroDivisionError: division by zero"
     assert (fine["failed"], fine["first failure"]) == (0, None)
@@ -344,7 +417,7 @@ def test_a_line_of_four_million_letters_and_a_long_folder_for_temporary_files(tm
     assert output.text == "x" * 4_000_000 + "\n100 %\n"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(longest))
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(NotebookError, match="at most 85 bytes: set TMPDIR to one"):
+    with pytest.raises(NotebookError, match="at most 77 bytes: set TMPDIR to one"):
         folder_for_sockets()
 
 

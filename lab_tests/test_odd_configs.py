@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from lab import models
 from lab.commands.cli import main
+from lab.models.unread import wrapper_of
 from lab_tests.support.long_run import mostly_long
 
 GOOD: dict[str, Any] = {
@@ -106,6 +108,28 @@ REMEDIES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
 ]
 """Changes of a config that is right, what is said of them, and that done."""
+
+
+def test_a_mark_at_the_beginning_of_files_is_read_over(tmp_path: Path) -> None:
+    """As editors on Windows write it."""
+    models.build("tiny").save_pretrained(tmp_path, max_shard_size="100KB")
+    before = models.config_of(tmp_path).to_dict()
+    for name in ("config.json", "model.safetensors.index.json"):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert models.config_of(tmp_path).to_dict() == before
+    assert [*models.build(tmp_path).state_dict()] == [*models.build("tiny").state_dict()]
+    wrapper = {"model_type": "gemma3", "text_config": GOOD}
+    (tmp_path / "config.json").write_text(json.dumps(wrapper), encoding="utf-8-sig")
+    assert wrapper_of(tmp_path) == "gemma3"
+
+
+def test_a_number_that_transformers_writes_as_a_table_is_a_number(tmp_path: Path) -> None:
+    config = models.config_of("tiny")
+    config.clip_qkv = float("inf")
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert models.config_of(tmp_path).clip_qkv == float("inf")
 
 
 def changed(*changes: dict[str, Any]) -> dict[str, Any]:

@@ -213,6 +213,20 @@ def test_lab_check_reads_the_saved_copy_and_turns_green(tmp_path, monkeypatch):
     assert shown.stdout == solution_of("06_untied_ulysses") + "\n"
 
 
+def test_an_answer_on_ranks_is_right_and_leaves_nothing():
+    answers = [*check("02_ulysses", EXCHANGE)]
+    assert len(answers) == 3
+    assert [answer.wrong for answer in answers] == [None] * 3
+
+
+def test_ranks_that_cannot_start_are_said_in_a_line(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    [answer] = check("02_ulysses", EXCHANGE)
+    assert answer.title == "The ranks start"
+    assert answer.wrong.endswith("Not a directory; set XDG_STATE_HOME to a folder of your own")
+
+
 ORPHAN = "import subprocess; subprocess.Popen(['sleep', '4321'], start_new_session=True)"
 
 

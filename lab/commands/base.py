@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import json
 import re
@@ -178,7 +179,9 @@ def _one_line(error: Exception) -> tuple[str, int]:
         return str(error), DOES_NOT_FIT if isinstance(error, DoesNotFitError) else 2
     if isinstance(error, OSError) and error.filename is not None:
         # A path of the user's that the system does not take; other errors of the system name no file.
-        return f"{abbreviate(str(error.filename))}: {error.strerror}", 2
+        home = Path(error.filename).is_relative_to(Path.home()) and error.errno in (errno.EACCES, errno.EROFS)
+        remedy = "; set HOME to a folder that you can write" if home else ""
+        return f"{abbreviate(str(error.filename))}: {error.strerror}{remedy}", 2
     if isinstance(error, ModuleNotFoundError):
         # The lab runs from its sources, and one of its dependencies is not installed.
         return f"this command needs {error.name}, which is not installed; `lab doctor` lists what is", 2

@@ -36,6 +36,9 @@ from lab.jupyter.notebook_files import (
 from lab.jupyter.storing import find_stale, store
 from lab.units import abbreviate, format_seconds
 
+KERNELS = Path(__file__).parent
+"""The folder with a kernel ``python3``. Its "python" stands for the Python in which the lab runs."""
+
 KERNEL_THREADS = 20
 """The threads of a kernel and of its client."""
 
@@ -181,11 +184,8 @@ def folder_for_sockets() -> str:
 
 
 def own_python_first() -> None:
-    """Have Jupyter start the Python in which the lab runs, whatever other kernels are named ``python3``.
-
-    In the spec of this package, the name "python" stands for that one.
-    """
-    paths = [str(Path(__file__).parent), *filter(None, os.environ.get("JUPYTER_PATH", "").split(os.pathsep))]
+    """Have Jupyter start the Python in which the lab runs, whatever other kernels are named ``python3``."""
+    paths = [str(KERNELS), *filter(None, os.environ.get("JUPYTER_PATH", "").split(os.pathsep))]
     os.environ["JUPYTER_PATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
@@ -205,14 +205,14 @@ def _in_one_line(error: Exception, path: Path) -> str:
 
 
 def _finish(executed: Path, copy: Path) -> int:
-    """Write what papermill executed, with tidy outputs, as ``copy``, and return the last cell that started."""
+    """Write what papermill executed, with tidy outputs, as ``copy``; return the last cell that started."""
     notebook = read_notebook(executed)
     notebook.metadata.papermill.output_path = str(copy)
     for cell in code_cells(notebook):
         cell.outputs = tidy(cell.outputs)
     write_notebook(notebook, copy)
-    started = (number for number, cell in enumerate(notebook.cells) if cell.metadata.papermill.start_time)
-    return max(started, default=0)
+    notes = [cell.metadata.get("papermill", {}) for cell in notebook.cells]
+    return max((number for number, note in enumerate(notes) if note.get("start_time")), default=0)
 
 
 _ERASED = re.compile(r"^.*\r(?=[^\n])", re.M)
@@ -348,26 +348,32 @@ def _read(path: Path) -> Notebook:
 
 def _literals(source: str, path: Path) -> tuple[dict[str, Any], dict[str, type]]:
     """Return the values that a cell assigns, and their types."""
-    values, kinds = {}, {}
+    values, kinds, known = dict[str, Any](), dict[str, type](), {kind.__name__: kind for kind in _KINDS}
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NotebookError(f"{path.name}: its parameters are no Python: {first_line(error)}") from error
     for statement in statements:
         try:
-            [target] = getattr(statement, "targets", None) or [statement.target]
-            value = values[target.id] = ast.literal_eval(statement.value)
-        except (AttributeError, ValueError):
+            match statement:
+                case ast.Assign([ast.Name(name)], value):
+                    annotated = ""
+                case ast.AnnAssign(ast.Name(name), annotation, ast.expr() as value):
+                    annotated = ast.unparse(annotation)
+                case _:
+                    raise ValueError
+            values[name] = ast.literal_eval(value)
+        except ValueError:
             raise NotebookError(
                 f"{path.name}: its parameters must be literals, and {ast.unparse(statement)!r} is not one"
             ) from None
-        annotated = ast.unparse(getattr(statement, "annotation", ast.Constant("")))
-        kinds[target.id] = {kind.__name__: kind for kind in _KINDS}.get(annotated, type(value))
+        kinds[name] = known.get(annotated, type(values[name]))
     return values, kinds
 
 
 _KINDS = {
-    int: "a whole number", float: "a number", bool: "True or False", str: "a text", list: "a list", dict: "a dict",
+    int: "a whole number", float: "a number", bool: "True or False", str: "text", list: "a list",
+    dict: "a dict",
 }  # fmt: skip
 
 
@@ -382,7 +388,7 @@ def _as_kind(kind: type, default: Any, text: str, where: str) -> Any:
         value = float(value)
     if type(value) is not kind and kind is not type(None):
         raise NotebookError(
-            f"{where} = {text!r} is not {_KINDS.get(kind, kind.__name__)}: give a value like {default!r}, its "
-            "default"
+            f"{where} = {text!r} is not {_KINDS.get(kind, kind.__name__)}: give a value like {default!r}, "
+            "its default"
         )
     return value

@@ -59,7 +59,9 @@ def serve(folder: Path, *, port: int, browser: bool, ip: str) -> None:
     )
     if not server.identity_provider.token_generated:
         address = server.public_url.partition("?")[0]
-        print(f"JupyterLab runs at {address}, with the token or password that you have configured", flush=True)
+        print(
+            f"JupyterLab runs at {address}, with the token or password that you have configured", flush=True
+        )
     server.start()
 
 

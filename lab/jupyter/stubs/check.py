@@ -168,7 +168,7 @@ def _answers(
             if line is None:
                 # A process that detached itself a moment ago is an orphan, which the check's process adopts.
                 seen |= family([process.pid])
-                left = [one for one in seen - own if is_alive(one)]
+                left = [one for one in seen - own if is_alive(one)] if own else []
                 if left:
                     names = ", ".join(sorted({one.name() for one in left}))
                     yield Answer("The cell leaves nothing running", f"it left {names} running, now ended")

@@ -88,8 +88,11 @@ def main(module: str, descriptor: str) -> None:
     stub: Stub = import_module(module).STUB
     with os.fdopen(int(descriptor), "w", buffering=1) as answers:
         print_line = partial(print, file=answers)
-        for one in report(stub, source, lambda: print_line("true")):
-            print_line(json.dumps(one))
+        try:
+            for one in report(stub, source, lambda: print_line("true")):
+                print_line(json.dumps(one))
+        except ClusterError as error:
+            print_line(json.dumps(("The ranks start", str(error))))
         sys.stdout.flush()
         print_line("null")
     os.read(given, 1)
