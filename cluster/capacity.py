@@ -1,5 +1,6 @@
 """How many ranks fit on this machine, or in its container. It is checked before a rank is launched."""
 
+import math
 import os
 
 from cluster import limits
@@ -13,6 +14,9 @@ GIB = 2**30
 # what the owner imports; the second for a rank and its nanny. Forked ranks share imports, and take less.
 CLUSTER_MEMORY = 350 * 2**20
 RANK_MEMORY = 450 * 2**20
+
+# What JupyterLab takes, and a kernel in addition to the owner of a cluster.
+PERSON_MEMORY, PERSON_THREADS = 300 * 2**20, 35
 
 # The files that the controller opens, and the threads of all processes after that step on two cores.
 CLUSTER_FILES, RANK_FILES = 120, 6
@@ -57,21 +61,36 @@ def check_capacity(ranks: int) -> None:
             "text"
         )
     total, available = limits.memory()
-    needed, fitting = CLUSTER_MEMORY + ranks * RANK_MEMORY, (available - CLUSTER_MEMORY) // RANK_MEMORY
+    needed, threads = needs(ranks)
+    fitting = (available - CLUSTER_MEMORY) // RANK_MEMORY
     if not devices and ranks > fitting:
         raise ClusterError(
             f"ranks={ranks}: they need about {needed / GIB:.1f} GiB of memory, and {available / GIB:.1f} of "
             f"{total / GIB:.1f} GiB are available here; {_would_work(fitting)}"
         )
-    # OpenMP starts a thread for each core, in all ranks together.
-    once = CLUSTER_THREADS + limits.cores()
-    free, threads = limits.free_threads(), once + ranks * RANK_THREADS
+    free = limits.free_threads()
     if threads > free:
+        fitting = ranks - math.ceil((threads - free) / RANK_THREADS)
         raise ClusterError(
             f"ranks={ranks}: they need about {threads} threads, and {free:.0f} can be started here (ulimit "
-            "-u, or the container's limit of processes); "
-            f"{_would_work((free - once) // RANK_THREADS)}"
+            f"-u, or the container's limit of processes); {_would_work(fitting)}"
         )
+
+
+def needs(ranks: int) -> tuple[int, int]:
+    """Return the bytes of memory and the threads of a cluster of so many ranks on the CPU."""
+    # OpenMP starts a thread for each core, in all ranks together.
+    return CLUSTER_MEMORY + ranks * RANK_MEMORY, CLUSTER_THREADS + limits.cores() + ranks * RANK_THREADS
+
+
+def people(ranks: int) -> tuple[int, int]:
+    """Return how many people fit here, and the bytes of memory that each needs.
+
+    Each has JupyterLab, a kernel and so many ranks on the CPU.
+    """
+    memory, threads = needs(ranks)
+    memory, threads = memory + PERSON_MEMORY, threads + PERSON_THREADS
+    return int(min(limits.memory().available // memory, limits.free_threads() // threads)), memory
 
 
 def check_controller(ranks: int) -> None:

@@ -60,7 +60,17 @@ def test_the_table_of_commands_in_the_readme_has_every_command():
 
 def test_doctor_names_what_is_there_and_what_would_be_used():
     said = answer("doctor")
-    lines = ("python", "cores", "memory", "gpu", "attention", "torch", "ipyparallel", "flash-attn")
+    lines = (
+        "python",
+        "cores",
+        "memory",
+        "participants",
+        "gpu",
+        "attention",
+        "torch",
+        "ipyparallel",
+        "flash-attn",
+    )
     for line in (*lines, "shared machine others can connect to the sockets of gloo and NCCL,"):
         assert f"\n{line} " in f"\n{said}"
     assert "MISSING" not in said

@@ -137,6 +137,9 @@ print(FOLDER, len(make_copies(Path("copies")).made), len([*results.FOLDER.iterdi
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
     many = len([*(FOLDER / "results").iterdir()])
     assert done.stdout == f"{site}/lab/jupyter/notebooks {len(NAMES)} {many}\n", done.stderr
+    book = [sys.executable, "-P", "-m", "lab", "book"]
+    said = subprocess.run(book, cwd=tmp_path, env=variables, capture_output=True, text=True).stderr
+    assert said.startswith("lab: the book has pages of the lab's clone: install the lab there")
     copied = {path.relative_to(tmp_path / "copies") for path in (tmp_path / "copies").rglob("*")}
     assert {path.relative_to(FOLDER) for path in (FOLDER / "images").iterdir()} < copied
 

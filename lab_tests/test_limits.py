@@ -18,7 +18,16 @@ import psutil
 import pytest
 
 from cluster import capacity, folders, limits
-from cluster.capacity import CLUSTER_MEMORY, RANK_MEMORY, check_capacity
+from cluster.capacity import (
+    CLUSTER_MEMORY,
+    CLUSTER_THREADS,
+    PERSON_MEMORY,
+    PERSON_THREADS,
+    RANK_MEMORY,
+    RANK_THREADS,
+    check_capacity,
+    people,
+)
 from cluster.environment import share_of_cores
 from cluster.errors import ClusterError
 from cluster.placement import Placement
@@ -97,6 +106,17 @@ def test_more_ranks_than_the_container_holds_are_refused(groups: Path) -> None:
     group(groups, memory__max="max", pids__max=150, pids__current=4)
     with pytest.raises(ClusterError, match=r"ranks=3: .* 177 threads, and 146 can .*; ranks=2 would work"):
         Cluster(ranks=3)
+
+
+def test_as_many_people_as_memory_and_threads_hold(groups: Path) -> None:
+    each = PERSON_MEMORY + CLUSTER_MEMORY + 3 * RANK_MEMORY
+    group(groups, memory__max=7 * each + MIB, memory__current=MIB // 2)
+    assert people(3) == (7, each)
+    threads = PERSON_THREADS + CLUSTER_THREADS + 64 + 3 * RANK_THREADS
+    group(groups, pids__max=5 * threads + 9, pids__current=10)
+    assert people(3) == (4, each)
+    (groups / "pids.max").write_text(f"{5 * threads + 10}")
+    assert people(3) == (5, each)
 
 
 def test_what_a_limit_of_memory_has_ended_is_counted(groups: Path) -> None:

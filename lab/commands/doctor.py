@@ -16,6 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from cluster import limits
+from cluster.capacity import people
 from cluster.devices import check_driver, first_line
 from cluster.errors import ClusterError
 from cluster.profiles import PROFILES
@@ -112,6 +113,9 @@ def _findings() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield "cores", f"{limits.cores()}"
     yield "memory", f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available"
+    many = {ranks: people(ranks) for ranks in (2, 4, 8)}
+    rooms = (f"{count} with {ranks} ({format_bytes(each)} each)" for ranks, (count, each) in many.items())
+    yield "participants", f"by CPU ranks, with JupyterLab and a kernel: {', '.join(rooms)}"
     gpus = torch.cuda.device_count()
     refusal = _driver_error()
     if refusal is not None:

@@ -16,6 +16,7 @@ import nbformat
 from nbformat import NotebookNode
 from sphinx.pycode import ModuleAnalyzer
 
+from lab.errors import NotebookError
 from lab.jupyter.notebook_files import FOLDER, WIDGET, code_cells, own_notebooks, read_notebook
 
 ROOT = FOLDER.parent
@@ -36,8 +37,12 @@ def write_sources(folder: Path) -> None:
     """Write the sources of the book into a new folder.
 
     Raises:
-        NotebookError: The lab is installed without its notebooks, or a notebook cannot be read.
+        NotebookError: The lab is installed without its other pages, or a notebook cannot be read.
     """
+    if not (ROOT / "README.md").exists():
+        raise NotebookError(
+            "the book has pages of the lab's clone: install the lab there, by pip install -e ."
+        )
     notebooks = own_notebooks().values()
     folder.mkdir()
     (folder / "conf.py").write_text(CONFIGURATION, encoding="utf-8")
