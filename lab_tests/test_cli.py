@@ -312,10 +312,11 @@ def test_a_terminal_gets_a_sign_that_it_has(encoding):
     assert "?" not in said.stdout
 
 
-def test_a_home_that_cannot_be_written_is_said_with_what_helps(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    said, code = _one_line(PermissionError(13, "Permission denied", "/home/me/.local"))
-    assert (said, code) == ("/home/me/.local: Permission denied; set HOME to a folder that you can write", 2)
+def test_a_home_that_cannot_be_written_is_said_with_what_helps(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said, code = _one_line(PermissionError(13, "Permission denied", str(tmp_path / "x")))
+    assert said == f"{tmp_path}/x: Permission denied; set HOME to a folder that you can write"
+    assert code == 2
     assert _one_line(PermissionError(13, "Permission denied", "/etc/x"))[0] == "/etc/x: Permission denied"
 
 
