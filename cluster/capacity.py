@@ -90,7 +90,7 @@ def people(ranks: int) -> tuple[int, int]:
     """
     memory, threads = needs(ranks)
     memory, threads = memory + PERSON_MEMORY, threads + PERSON_THREADS
-    return int(min(limits.memory().available // memory, limits.free_threads() // threads)), memory
+    return int(max(0, min(limits.memory().available / memory, limits.free_threads() / threads))), memory
 
 
 def check_controller(ranks: int) -> None:

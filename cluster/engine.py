@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from cluster import stacks
 from cluster.environment import rank_environment, share_of_cores
@@ -53,7 +54,7 @@ def main() -> None:
     except ClusterError as error:
         clean_up()
         sys.exit(f"{error}")
-    run_engine(placement.rank, directory, sys.argv[2:], clean_up)
+    run_engine(placement.rank, start.folder, directory, sys.argv[2:], clean_up)
 
 
 def registration() -> tuple[str, int]:
@@ -99,11 +100,14 @@ def set_environment(start: Start, placement: Placement, controller: str) -> None
     os.environ.update(start.variables)
 
 
-def run_engine(rank: int, directory: Path, arguments: list[str], clean_up: Callable[[], None]) -> None:
+def run_engine(
+    rank: int, folder: str, directory: Path, arguments: list[str], clean_up: Callable[[], None]
+) -> None:
     """Run ipyparallel's engine until it is ended.
 
     Args:
         rank: The id of the engine.
+        folder: The folder in which modules are looked for first.
         directory: The engine's directory.
         arguments: Further arguments of the engine.
         clean_up: Removes the directory.
@@ -119,14 +123,11 @@ def run_engine(rank: int, directory: Path, arguments: list[str], clean_up: Calla
 
         def start_nanny(self, control_url: str) -> Any:
             # Its program must not import a file of the current folder in place of Python's own.
-            os.environ["PYTHONSAFEPATH"] = "1"
-            try:
+            with patch.dict(os.environ, PYTHONSAFEPATH="1"):
                 return super().start_nanny(control_url)
-            finally:
-                del os.environ["PYTHONSAFEPATH"]
 
-    # From here on a rank finds what a notebook in this folder finds.
-    sys.path[:] = dict.fromkeys([os.getcwd(), *sys.path])
+    # From here on a rank finds what the notebook finds.
+    sys.path[:] = dict.fromkeys([folder, os.getcwd(), *sys.path])
     gc.enable()
     RankEngine.launch_instance([*arguments, f"--IPEngine.id={rank}", f"--profile-dir={directory}"])
 

@@ -83,7 +83,7 @@ def free_threads() -> float:
 
 
 def killed_for_memory() -> int:
-    """Return how many processes the system has ended because the container's memory was used up."""
+    """Return a count that grows when the system ends a process of the container for lack of memory."""
     count = 0
     for folder in _groups("memory"):
         for name in ("memory.events", "memory.oom_control"):

@@ -41,6 +41,7 @@ class Start:
         stdin: Whether the connection arrives on the standard input. The rank ends when that is closed.
         numa: Whether the rank is bound to the cores that are nearest to its device.
         variables: Environment variables. They override those that the lab sets.
+        folder: Where the ranks look for modules first: that of the notebook.
     """
 
     placement: Placement | None = None
@@ -48,6 +49,7 @@ class Start:
     stdin: bool = False
     numa: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
+    folder: str = field(default_factory=os.getcwd)
 
     def arguments(self) -> list[str]:
         """Return the arguments with which `cluster.engine` becomes this rank."""

@@ -1,4 +1,4 @@
-"""Folders for the time of one process. A lock tells from any other process whether it still runs."""
+"""Temporary folders of one process. A lock shows other processes whether it still runs."""
 
 import fcntl
 import os
@@ -10,9 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "lab-process-"
+LOCK = ".lock"
 
 # A folder that is younger may not be locked yet.
-LOCKED_SECONDS = 1.0
+LOCKED_SECONDS = 60.0
 
 
 def places() -> list[str]:
@@ -24,7 +25,7 @@ def places() -> list[str]:
 def temporary_folder(place: str | None = None) -> Iterator[Path]:
     """Make a folder that only this user can read, and remove it at the end of a `with` block.
 
-    What a process leaves that is killed is removed by `remove_left`.
+    `remove_left` removes the folder of a process that was killed.
 
     Args:
         place: Where to make it. None stands for the system's folder for temporary files.
@@ -33,10 +34,10 @@ def temporary_folder(place: str | None = None) -> Iterator[Path]:
         OSError: It cannot be made.
     """
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True) as name:
-        descriptor = os.open(name, os.O_RDONLY)
+        descriptor = os.open(f"{name}/{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             with suppress(OSError):  # a file system without locks: `remove_left` does not get one either
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield Path(name)
         finally:
             os.close(descriptor)
@@ -47,7 +48,7 @@ def remove_left() -> list[Path]:
     removed = []
     for folder in {path for place in filter(None, places()) for path in Path(place).glob(f"{PREFIX}*")}:
         with suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 status = os.fstat(descriptor)

@@ -58,11 +58,14 @@ def check_rendezvous() -> None:
     deadline = time.monotonic() + RENDEZVOUS_SECONDS
     while True:
         try:
-            return socket.create_connection((host, port), timeout=POLL_SECONDS).close()
-        except ConnectionRefusedError:
-            return None
-        except OSError as error:
+            address = (host, port)
+            return socket.create_connection(address, timeout=POLL_SECONDS, all_errors=True).close()
+        except (OSError, ExceptionGroup) as group:
+            errors = getattr(group, "exceptions", [group])
+            if any(isinstance(error, ConnectionRefusedError) for error in errors):
+                return None
             if time.monotonic() > deadline:
+                error = errors[0]
                 raise ClusterError(
                     f"MASTER_ADDR={host}, MASTER_PORT={port}: the host of rank 0 cannot be reached ("
                     f"{error.strerror or error}); unset RANK, WORLD_SIZE and these two where no launcher set "

@@ -60,7 +60,7 @@ def test_the_table_of_commands_in_the_readme_has_every_command():
 
 def test_doctor_names_what_is_there_and_what_would_be_used():
     said = answer("doctor")
-    lines = (
+    lines = [
         "python",
         "cores",
         "memory",
@@ -70,7 +70,7 @@ def test_doctor_names_what_is_there_and_what_would_be_used():
         "torch",
         "ipyparallel",
         "flash-attn",
-    )
+    ]
     for line in (*lines, "shared machine others can connect to the sockets of gloo and NCCL,"):
         assert f"\n{line} " in f"\n{said}"
     assert "MISSING" not in said
@@ -314,10 +314,15 @@ def test_a_terminal_gets_a_sign_that_it_has(encoding):
 
 def test_a_home_that_cannot_be_written_is_said_with_what_helps(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, _: path != str(tmp_path))
     said, code = _one_line(PermissionError(13, "Permission denied", str(tmp_path / "x")))
     assert said == f"{tmp_path}/x: Permission denied; set HOME to a folder that you can write"
     assert code == 2
     assert _one_line(PermissionError(13, "Permission denied", "/etc/x"))[0] == "/etc/x: Permission denied"
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    assert _one_line(PermissionError(13, "Permission denied", f"{tmp_path}/x"))[0].endswith(
+        "x: Permission denied"
+    )
 
 
 def test_scripts_of_widgets_are_read_whatever_the_locale():

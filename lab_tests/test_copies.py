@@ -105,7 +105,7 @@ def test_the_address_is_printed_where_the_token_is_the_users(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "lab", "open", "--no-browser", "--port", str(port)]
-    variables = {**os.environ, "JUPYTER_TOKEN": "secret"}
+    variables = {**os.environ, "JUPYTER_TOKEN": "secret", "JUPYTER_CONFIG_DIR": str(tmp_path)}
     with subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True) as server:
         line = server.stdout.readline()
         server.terminate()

@@ -69,10 +69,10 @@ def test_a_launchers_variables_of_a_host_that_is_gone(monkeypatch, joins):
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("torch waits"))
     monkeypatch.setattr(torchrun, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(torchrun, "RENDEZVOUS_SECONDS", 0.05)
+    monkeypatch.setattr(torchrun, "RENDEZVOUS_SECONDS", 1.0)
     tried = []
 
-    def gone(address, timeout):
+    def gone(address, **_):
         tried.append(address)
         raise socket.gaierror(-2, "Name or service not known")
 

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from transformers import PretrainedConfig, PreTrainedModel
 
 import lab
-from cluster import registry, remote
+from cluster import registry, remote, temporary
 from cluster.errors import ClusterError, RankError
 from cluster.ranks import Cluster
 from cluster.watchdog import ProcessId
@@ -226,6 +226,7 @@ def test_an_interrupted_run_keeps_what_was_measured(two_ranks: Cluster) -> None:
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(platformdirs, "user_state_path", lambda name: tmp_path / name)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(temporary, "places", lambda: [str(tmp_path)])
     return tmp_path
 
 

@@ -170,7 +170,7 @@ def test_a_start_survives_the_command_line() -> None:
         Start(Placement(3, 1, 2), ProcessId(77, "1.25 a"), variables={"A": "b c"}),
         Start(stdin=True, numa=True),
     ):
-        assert Start.from_json(start.command("python")[3]) == start
+        assert Start.from_json(start.command("python")[4]) == start
 
 
 @pytest.mark.parametrize(

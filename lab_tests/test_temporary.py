@@ -63,18 +63,21 @@ with temporary_folder() as folder:
         folder = folder_of(place, process)
         assert remove_left() == []
         process.kill()
-    (place / f"{temporary.PREFIX}link").symlink_to(place)
+    (place / f"{temporary.PREFIX}link").symlink_to(folder)
+    (place / f"{temporary.PREFIX}mine").mkdir()
     said = CliRunner().invoke(main, ["cluster", "clean"]).output.splitlines()
     assert f"{folder.name}: 0 processes ended, its directory removed" in said
     assert not folder.exists()
     assert remove_left() == []
+    assert (place / f"{temporary.PREFIX}mine").exists()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 def test_a_folder_of_another_user_stays(place: Path) -> None:
     other = place / f"{temporary.PREFIX}other"
     other.mkdir()
-    os.chown(other, 65534, -1)
+    (other / temporary.LOCK).touch()
+    os.chown(other / temporary.LOCK, 65534, -1)
     assert remove_left() == []
     assert other.exists()
 

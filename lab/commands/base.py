@@ -6,6 +6,7 @@ import codecs
 import errno
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -179,9 +180,10 @@ def _one_line(error: Exception) -> tuple[str, int]:
         return str(error), DOES_NOT_FIT if isinstance(error, DoesNotFitError) else 2
     if isinstance(error, OSError) and error.filename is not None:
         # A path of the user's that the system does not take; other errors of the system name no file.
-        home = Path(error.filename).is_relative_to(Path.home()) and error.errno in (errno.EACCES, errno.EROFS)
-        remedy = "; set HOME to a folder that you can write" if home else ""
-        return f"{abbreviate(str(error.filename))}: {error.strerror}{remedy}", 2
+        name, home = str(error.filename), os.path.expanduser("~")
+        refused = error.errno in (errno.EACCES, errno.EROFS) and not os.access(home, os.W_OK)
+        remedy = "; set HOME to a folder that you can write" if refused and name.startswith(home) else ""
+        return f"{abbreviate(name)}: {error.strerror}{remedy}", 2
     if isinstance(error, ModuleNotFoundError):
         # The lab runs from its sources, and one of its dependencies is not installed.
         return f"this command needs {error.name}, which is not installed; `lab doctor` lists what is", 2

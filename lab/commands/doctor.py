@@ -114,8 +114,8 @@ def _findings() -> Iterator[tuple[str, str]]:
     yield "cores", f"{limits.cores()}"
     yield "memory", f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available"
     many = {ranks: people(ranks) for ranks in (2, 4, 8)}
-    rooms = (f"{count} with {ranks} ({format_bytes(each)} each)" for ranks, (count, each) in many.items())
-    yield "participants", f"by CPU ranks, with JupyterLab and a kernel: {', '.join(rooms)}"
+    rooms = (f"{count} with {ranks} ranks ({format_bytes(each)})" for ranks, (count, each) in many.items())
+    yield "participants", f"{', '.join(rooms)}: each with JupyterLab, a kernel, and ranks on the CPU"
     gpus = torch.cuda.device_count()
     refusal = _driver_error()
     if refusal is not None:

@@ -50,13 +50,13 @@ class Notebook:
     Attributes:
         path: The file.
         defaults: The values that its ``parameters`` cell assigns, by name.
-        kinds: Their types: those that they are annotated with, or else their own.
+        kinds: The types that each may have: those of its annotation, or else its own; none for any.
         given: The values with which an executed copy was executed, by name.
     """
 
     path: Path
     defaults: dict[str, Any]
-    kinds: dict[str, type]
+    kinds: dict[str, tuple[type, ...]]
     given: dict[str, Any]
 
     @property
@@ -101,7 +101,7 @@ def parse_parameters(notebook: Notebook, texts: dict[str, str]) -> dict[str, Any
                 f"{notebook.name} has no parameter {name!r}: it takes {', '.join(notebook.defaults)}"
             )
         where, default = f"{notebook.name}: {name}", notebook.defaults[name]
-        values[name] = _as_kind(notebook.kinds[name], default, text, where)
+        values[name] = _as_one_of(notebook.kinds[name], default, text, where)
     return values
 
 
@@ -123,18 +123,23 @@ class Outcome:
 def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Outcome:
     """Execute a notebook with these parameters into a copy in ``folder``, and return when it has ended."""
     copy, failure, start = folder / notebook.path.name, None, time.perf_counter()
-    killed, cell = limits.killed_for_memory(), 0
+    killed, where = limits.killed_for_memory(), ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         copy.unlink(missing_ok=True)
         _check_threads()
         own_python_first()
+        # It warns of parameters whose annotations it cannot read.
+        logging.getLogger("papermill").setLevel(logging.ERROR)
         with temporary_folder(folder_for_sockets()) as temporary:
             # papermill writes it again after each cell.
             executed = temporary / "executed.ipynb"
+            # The kernel's sockets are files, so its messages are on no network, not even the local one. Each
+            # kernel has a folder of its own: two in one folder would share the files.
+            files = {"transport": "ipc", "ip": f"{temporary}/kernel", "connection_file": f"{temporary}/key"}
             try:
                 papermill.execute_notebook(
-                    notebook.path,
+                    read_notebook(notebook.path),
                     executed,
                     parameters=values,
                     kernel_name="python3",
@@ -142,16 +147,14 @@ def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Out
                     # On a busy machine a kernel may be slow to start, and its outputs to arrive.
                     start_timeout=180,
                     iopub_timeout=60,
-                    # The kernel's sockets are files, so its messages are on no network, not even the local
-                    # one. Each kernel has a folder of its own: two in one folder would share the files.
-                    config=Config({"KernelManager": {"transport": "ipc", "ip": f"{temporary}/kernel"}}),
+                    config=Config({"KernelManager": files}),
                     # One that is interrupted would print the traceback of a reply that it cannot send.
                     extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
                 )
             finally:
                 with suppress(NotebookError):  # it was cut short
                     if executed.exists():
-                        cell = _finish(executed, copy)
+                        where = f"cell {_finish(executed, copy)}: "
     except papermill.PapermillExecutionError as error:
         failure = f"cell {error.cell_index}: {error.ename}: {error.evalue}"
     except KeyboardInterrupt:
@@ -160,8 +163,8 @@ def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Out
         raise
     except DeadKernelError:
         full = limits.killed_for_memory() > killed
-        why = ": the container's limit of memory was reached; a smaller size needs less" if full else ""
-        failure = f"cell {cell}: the kernel died{why}"
+        why = ": memory was used up; a smaller size needs less" if full else ""
+        failure = f"{where}the kernel died{why}"
     except (RuntimeError, OSError, zmq.ZMQError, NotebookError) as error:
         # The kernel did not start, or a disk is full.
         failure = _in_one_line(error, copy)
@@ -346,9 +349,9 @@ def _read(path: Path) -> Notebook:
     return Notebook(path, defaults, kinds, _literals(given[0], path)[0] if given else {})
 
 
-def _literals(source: str, path: Path) -> tuple[dict[str, Any], dict[str, type]]:
-    """Return the values that a cell assigns, and their types."""
-    values, kinds, known = dict[str, Any](), dict[str, type](), {kind.__name__: kind for kind in _KINDS}
+def _literals(source: str, path: Path) -> tuple[dict[str, Any], dict[str, tuple[type, ...]]]:
+    """Return the values that a cell assigns, and the types that they may have."""
+    values, kinds = dict[str, Any](), dict[str, tuple[type, ...]]()
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -362,13 +365,26 @@ def _literals(source: str, path: Path) -> tuple[dict[str, Any], dict[str, type]]
                     annotated = ast.unparse(annotation)
                 case _:
                     raise ValueError
-            values[name] = ast.literal_eval(value)
+            # As papermill writes it.
+            number = re.fullmatch(r"float\('(-?inf|nan)'\)", ast.unparse(value))
+            values[name] = float(number[1]) if number else ast.literal_eval(value)
         except ValueError:
             raise NotebookError(
                 f"{path.name}: its parameters must be literals, and {ast.unparse(statement)!r} is not one"
             ) from None
-        kinds[name] = known.get(annotated, type(values[name]))
+        own = () if values[name] is None else (type(values[name]),)
+        kinds[name] = _annotated(annotated, f"{path.name}: {name}") or own
     return values, kinds
+
+
+def _annotated(text: str, where: str) -> tuple[type, ...]:
+    known = {kind.__name__: kind for kind in _KINDS} | {"None": type(None)}
+    names = [name.partition("[")[0].strip("'\" ") for name in text.split("|") if name]
+    if not known.keys() >= {*names}:
+        raise NotebookError(
+            f"{where}: {text} is no type of a parameter: give some of {', '.join(known)}, as in int | None"
+        )
+    return tuple(known[name] for name in names)
 
 
 _KINDS = {
@@ -377,18 +393,16 @@ _KINDS = {
 }  # fmt: skip
 
 
-def _as_kind(kind: type, default: Any, text: str, where: str) -> Any:
-    if kind is str:
-        return text
+def _as_one_of(kinds: tuple[type, ...], default: Any, text: str, where: str) -> Any:
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         value = text
-    if kind is float and type(value) is int:
+    if str in kinds and (type(value) is str or type(value) not in kinds):
+        return text
+    if float in kinds and int not in kinds and type(value) is int:
         value = float(value)
-    if type(value) is not kind and kind is not type(None):
-        raise NotebookError(
-            f"{where} = {text!r} is not {_KINDS.get(kind, kind.__name__)}: give a value like {default!r}, "
-            "its default"
-        )
+    if kinds and type(value) not in kinds:
+        said = " or ".join(_KINDS.get(kind, "None") for kind in kinds)
+        raise NotebookError(f"{where} = {text!r} is not {said}: give a value like {default!r}, its default")
     return value

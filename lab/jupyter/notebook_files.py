@@ -24,8 +24,15 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def own_notebooks() -> dict[str, Path]:
-    """Return the files of the lab's own notebooks by name, in order."""
-    return {path.stem: path for path in sorted(FOLDER.glob("*.ipynb"))}
+    """Return the files of the lab's own notebooks by name, in order.
+
+    Raises:
+        NotebookError: There are none, as in a copy of a clone without its links.
+    """
+    own = {path.stem: path for path in sorted(FOLDER.glob("*.ipynb"))}
+    if not own:
+        raise NotebookError(f"no notebooks in {FOLDER}, a link to the clone's folder: clone the lab again")
+    return own
 
 
 def read_notebook(path: Path) -> NotebookNode:

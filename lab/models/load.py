@@ -446,7 +446,8 @@ def _document(folder: Path) -> dict[str, Any]:
 
 def _number(table: dict[str, Any]) -> Any:
     """Return the number that transformers writes as a table, because JSON has no infinity."""
-    return float(table["__float__"]) if [*table] == ["__float__"] else table
+    value = table.get("__float__")
+    return float(value) if isinstance(value, str) and len(table) == 1 else table
 
 
 def _text_fields(path: Path, document: dict[str, Any]) -> dict[str, Any]:

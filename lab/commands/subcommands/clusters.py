@@ -47,7 +47,10 @@ def status() -> None:
 
 @cluster.command()
 def clean() -> None:
-    """End the processes of clusters whose owner is gone, and remove their directories with keys and logs."""
+    """End the processes of clusters whose owner is gone, and remove their directories with keys and logs.
+
+    Temporary folders that other killed processes of yours have left are removed too.
+    """
     from cluster.registry import clean
 
     cleaned = clean()

@@ -78,13 +78,7 @@ def check(notebook: str, folder: Path | None, solution: bool) -> None:
 @click.command()
 @click.argument("notebooks", nargs=-1)
 @click.option(
-    "-p",
-    "parameters",
-    nargs=2,
-    multiple=True,
-    callback=once,
-    metavar="NAME VALUE",
-    help="Set a parameter.",
+    "-p", "parameters", nargs=2, multiple=True, callback=once, metavar="NAME VALUE", help="Set a parameter."
 )
 @click.option("--out", type=path, help="Where the executed copies go. [runs/<date>]")
 @click.option("--in-place", is_flag=True, help="Store the outputs in the notebooks themselves, too.")
@@ -99,8 +93,9 @@ def execute(
     """Execute NOTEBOOKS (all of them when none is named) into copies, with their own ranks."""
     from lab.jupyter import executing
 
-    for ended in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ended, signal.default_int_handler)
+    for ends in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ends) == signal.SIG_DFL:  # nohup ignores the second one
+            signal.signal(ends, signal.default_int_handler)
     failed = executing.execute(list(notebooks), dict(parameters), out, in_place=in_place, stale=stale)
     if failed:
         click.echo(f"lab: {len(failed)} failed: {', '.join(failed)}", err=True)

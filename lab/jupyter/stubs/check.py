@@ -158,7 +158,7 @@ def _answers(
     process: subprocess.Popen[bytes], read: int, seen: set[psutil.Process], seconds: float
 ) -> Iterator[Answer]:
     """Yield what the process reports, and how it ended; collect its descendants in ``seen``."""
-    deadline, rest, own = time.monotonic() + seconds, b"", set[psutil.Process]()
+    deadline, rest, own = time.monotonic() + seconds, b"", list[int]()
     while time.monotonic() < deadline:
         ready, _, _ = select.select([read], [], [], _POLL_SECONDS)
         seen |= family([process.pid])
@@ -168,14 +168,14 @@ def _answers(
             if line is None:
                 # A process that detached itself a moment ago is an orphan, which the check's process adopts.
                 seen |= family([process.pid])
-                left = [one for one in seen - own if is_alive(one)] if own else []
+                left = [one for one in seen if own and one.pid not in own and is_alive(one)]
                 if left:
                     names = ", ".join(sorted({one.name() for one in left}))
                     yield Answer("The cell leaves nothing running", f"it left {names} running, now ended")
                 return
-            if line is True:
-                # Those that are there before the cell runs: the check's, and that of which ranks are forks.
-                deadline, own = time.monotonic() + seconds, family([process.pid])
+            if isinstance(line, dict):
+                # What is there before the cell runs, with the process that ranks are forks of.
+                deadline, own = time.monotonic() + seconds, line["own"]
             else:
                 yield Answer(*line)
         if not received and process.poll() is not None:

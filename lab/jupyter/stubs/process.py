@@ -1,7 +1,8 @@
 """The process that runs a reader's cell and its checks: ``python -m lab.jupyter.stubs.process MODULE FD``.
 
 It reads the cell from its input up to its end marker. Then it writes lines of JSON to the file descriptor:
-true when the ranks are ready; for each check its title, and what was wrong or null; and null at the end. What
+the ids of its own processes when the ranks are ready; for each check its title, and what was wrong or null;
+and null at the end. What
 the cell prints goes to the output. The first check that fails is the last. At the end the process waits until
 its input is closed: the one that started it can then see what the cell has left running.
 """
@@ -18,6 +19,7 @@ from functools import partial
 from importlib import import_module
 
 from cluster.errors import HANG, ClusterError, RankError
+from cluster.processes import family
 from cluster.ranks import Cluster
 from lab.jupyter.stubs import END
 from lab.jupyter.stubs.stub import Stub, Wrong, title
@@ -88,8 +90,12 @@ def main(module: str, descriptor: str) -> None:
     stub: Stub = import_module(module).STUB
     with os.fdopen(int(descriptor), "w", buffering=1) as answers:
         print_line = partial(print, file=answers)
+
+        def ready() -> None:
+            print_line(json.dumps({"own": [one.pid for one in family([os.getpid()])]}))
+
         try:
-            for one in report(stub, source, lambda: print_line("true")):
+            for one in report(stub, source, ready):
                 print_line(json.dumps(one))
         except ClusterError as error:
             print_line(json.dumps(("The ranks start", str(error))))
