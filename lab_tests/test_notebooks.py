@@ -254,6 +254,7 @@ def test_a_copy_keeps_the_values_with_which_it_was_executed_and_a_name_is_given_
     for source, parameters, printed in ((path, {"a": "1e999"}, "inf 2"), (str(copy), {"b": "7"}, "inf 7")):
         assert execute([source], parameters, tmp_path / ("one" if source == path else "two")) == []
         last = nbformat.read(tmp_path / ("one" if source == path else "two") / "n.ipynb", as_version=4)
+        assert last.metadata.papermill.input_path == source
         assert last.cells[-1].outputs[0].text == f"{printed}\n"
     said = capsys.readouterr().err
     assert "n is a copy that was executed with a=inf: that still holds" in said

@@ -154,7 +154,7 @@ def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Out
             finally:
                 with suppress(NotebookError):  # it was cut short
                     if executed.exists():
-                        where = f"cell {_finish(executed, copy)}: "
+                        where = f"cell {_finish(executed, notebook.path, copy)}: "
     except papermill.PapermillExecutionError as error:
         failure = f"cell {error.cell_index}: {error.ename}: {error.evalue}"
     except KeyboardInterrupt:
@@ -207,10 +207,10 @@ def _in_one_line(error: Exception, path: Path) -> str:
     return str(error) if isinstance(error, NotebookError) else f"{type(error).__name__}: {error}"
 
 
-def _finish(executed: Path, copy: Path) -> int:
+def _finish(executed: Path, source: Path, copy: Path) -> int:
     """Write what papermill executed, with tidy outputs, as ``copy``; return the last cell that started."""
     notebook = read_notebook(executed)
-    notebook.metadata.papermill.output_path = str(copy)
+    notebook.metadata.papermill.update(input_path=str(source), output_path=str(copy))
     for cell in code_cells(notebook):
         cell.outputs = tidy(cell.outputs)
     write_notebook(notebook, copy)
