@@ -230,7 +230,7 @@ def test_parameters_are_read_as_their_defaults_types(tmp_path):
 
 
 def test_an_annotated_parameter_has_the_type_that_it_says(tmp_path):
-    cell = "a: int = 1\nb: float = 1\nc: 'str | None' = None\nd: int | None = 2\ne: list[int] = []\nf = None"
+    cell = "a: int = 1\nb: float = 1\nc: 'str | None' = None\nd: int | None = 2\ne: list[int] = []\nf = None\ng = (1, 2)"
     [notebook] = find_notebooks([write(tmp_path / "n.ipynb", cell)])
     for name, text, value in (
         ("a", "7", 7), ("b", "0.5", 0.5), ("b", "3", 3.0), ("c", "5", "5"), ("c", "1e3", "1e3"),
@@ -239,7 +239,11 @@ def test_an_annotated_parameter_has_the_type_that_it_says(tmp_path):
     ):  # fmt: skip
         [found] = parse_parameters(notebook, {name: text}).values()
         assert (found, type(found)) == (value, type(value))
-    for name, text, said in (("a", "0.5", "a whole number"), ("d", "1.5", "a whole number or None")):
+    for name, text, said in (
+        ("a", "0.5", "a whole number"),
+        ("d", "1.5", "a whole number or None"),
+        ("g", "3", "tuple"),
+    ):
         with pytest.raises(NotebookError, match=f"{name} = '{text}' is not {said}: give a value like"):
             parse_parameters(notebook, {name: text})
     with pytest.raises(NotebookError, match=r"a: Path is no type of a parameter: give some of int, float, "):
@@ -273,6 +277,7 @@ def test_a_kernel_that_dies_is_said_with_its_cell_and_what_ended_it(tmp_path, mo
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("_interruptible")
 def test_a_signal(number, tmp_path):
     notebook = write(tmp_path / "n.ipynb", "a = 0", "open('started', 'w'); import time; time.sleep(600)")
     command = [sys.executable, "-m", "lab", "execute", notebook, "--out", str(tmp_path / "out")]
@@ -285,7 +290,10 @@ def test_a_signal(number, tmp_path):
         assert [*(tmp_path / "t").glob("lab-*")]
         kernels = psutil.Process(process.pid).children()
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        try:
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 1
     lines = [line for line in said.splitlines() if line and "cell/s" not in line and "s/cell" not in line]
     assert lines == ["lab: interrupted"]

@@ -378,7 +378,7 @@ def _literals(source: str, path: Path) -> tuple[dict[str, Any], dict[str, tuple[
 
 
 def _annotated(text: str, where: str) -> tuple[type, ...]:
-    known = {kind.__name__: kind for kind in _KINDS} | {"None": type(None)}
+    known = {"None" if kind is type(None) else kind.__name__: kind for kind in _KINDS}
     names = [name.partition("[")[0].strip("'\" ") for name in text.split("|") if name]
     if not known.keys() >= {*names}:
         raise NotebookError(
@@ -389,7 +389,7 @@ def _annotated(text: str, where: str) -> tuple[type, ...]:
 
 _KINDS = {
     int: "a whole number", float: "a number", bool: "True or False", str: "text", list: "a list",
-    dict: "a dict",
+    dict: "a dict", type(None): "None",
 }  # fmt: skip
 
 
@@ -403,6 +403,6 @@ def _as_one_of(kinds: tuple[type, ...], default: Any, text: str, where: str) -> 
     if float in kinds and int not in kinds and type(value) is int:
         value = float(value)
     if kinds and type(value) not in kinds:
-        said = " or ".join(_KINDS.get(kind, "None") for kind in kinds)
+        said = " or ".join(_KINDS.get(kind, kind.__name__) for kind in kinds)
         raise NotebookError(f"{where} = {text!r} is not {said}: give a value like {default!r}, its default")
     return value

@@ -2,9 +2,9 @@
 
 It reads the cell from its input up to its end marker. Then it writes lines of JSON to the file descriptor:
 the ids of its own processes when the ranks are ready; for each check its title, and what was wrong or null;
-and null at the end. What
-the cell prints goes to the output. The first check that fails is the last. At the end the process waits until
-its input is closed: the one that started it can then see what the cell has left running.
+and null at the end. What the cell prints goes to the output. The first check that fails is the last. At the
+end the process waits until its input is closed: the one that started it can then see what the cell has left
+running.
 """
 
 from __future__ import annotations
