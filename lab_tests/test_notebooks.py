@@ -230,7 +230,10 @@ def test_parameters_are_read_as_their_defaults_types(tmp_path):
 
 
 def test_an_annotated_parameter_has_the_type_that_it_says(tmp_path):
-    cell = "a: int = 1\nb: float = 1\nc: 'str | None' = None\nd: int | None = 2\ne: list[int] = []\nf = None\ng = (1, 2)"
+    cell = (
+        "a: int = 1\nb: float = 1\nc: 'str | None' = None\nd: int | None = 2\ne: list[int] = []\nf = None\n"
+        "g = (1, 2)"
+    )
     [notebook] = find_notebooks([write(tmp_path / "n.ipynb", cell)])
     for name, text, value in (
         ("a", "7", 7), ("b", "0.5", 0.5), ("b", "3", 3.0), ("c", "5", "5"), ("c", "1e3", "1e3"),
