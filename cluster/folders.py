@@ -2,10 +2,12 @@
 
 import os
 import pwd
+import shutil
 import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from cluster.errors import ClusterError
 
@@ -62,3 +64,23 @@ def ensure_home() -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ClusterError(f"{folder} is not a folder of this user alone: set HOME to one that is")
     os.environ["HOME"] = str(folder)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under another name first, and then rename it: an error leaves no half file.
+
+    A link still leads to the same file then, which keeps its mode.
+
+    Raises:
+        OSError: The disk is full, or the file or its folder cannot be written.
+    """
+    path = path.resolve()
+    part = path.with_name(f"{uuid4()}.part")
+    try:
+        part.write_bytes(content)
+        if path.exists():
+            path.open("a").close()
+            shutil.copymode(path, part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

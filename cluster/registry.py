@@ -1,7 +1,6 @@
 """The clusters of this user on this machine, one file for each, so that orphaned processes can be ended."""
 
 import json
-import os
 import shutil
 import socket
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from cluster.errors import ClusterError
-from cluster.folders import state_folder
+from cluster.folders import state_folder, write_whole
 from cluster.permissions import is_cluster_directory
 from cluster.processes import end
 from cluster.temporary import remove_left
@@ -102,10 +101,7 @@ def record(profile: str, ranks: int, processes: set[psutil.Process], directory: 
     )
     try:
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Under another name first, so that the folder never has an entry that is half written.
-        part = _path(entry.name).with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(asdict(entry)))
-        part.replace(_path(entry.name))
+        write_whole(_path(entry.name), json.dumps(asdict(entry)).encode())
     except OSError as error:
         raise ClusterError(
             f"{folder()} cannot be written: {error.strerror}; set XDG_STATE_HOME to a folder of your own"

@@ -1,16 +1,19 @@
 """The process group of processes that torchrun started, or any launcher that sets the same variables."""
 
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Timer
 
 import torch
 import torch.distributed as dist
 
 from cluster.devices import join_group
 from cluster.errors import ClusterError
+from cluster.live import notify
 from cluster.network import LOOPBACK, interface_of
 from cluster.timeouts import DEFAULT_SECONDS
 from cluster.torch_private import set_timeout
@@ -18,6 +21,13 @@ from cluster.torch_private import set_timeout
 # As long as the name of a host that starts at the same time may take to be known.
 RENDEZVOUS_SECONDS = 40.0
 POLL_SECONDS = 5.0
+# A group that forms sooner is not mentioned.
+SILENT_SECONDS = 10.0
+
+_REMEDY = (
+    "unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where no launcher set them for this process, or "
+    "start it by torchrun again"
+)
 
 
 def launched() -> bool:
@@ -37,24 +47,48 @@ def check_ranks(ranks: int | None) -> None:
     Raises:
         ClusterError: torchrun started another number of ranks.
     """
-    started = int(os.environ["WORLD_SIZE"])
+    started = _number("WORLD_SIZE", 1)
     if ranks not in (None, started):
         raise ClusterError(
             f"--ranks {ranks}: torchrun started {started}; --ranks {started} would work, or no --ranks"
         )
 
 
-def check_rendezvous() -> None:
-    """Check that the host of rank 0 is there, if this process is about to join a process group.
+def _number(name: str, least: int, most: int = 10**6) -> int:
+    text = os.environ[name]
+    if not re.fullmatch("[0-9]{1,7}", text) or not least <= int(text) <= most:
+        raise ClusterError(f"{name}={text}: it takes a whole number from {least} to {most}; {_REMEDY}")
+    return int(text)
 
-    Torch would wait for half an hour. The port may not be open yet: ranks start at different times.
+
+@contextmanager
+def rendezvous() -> Iterator[None]:
+    """Check the variables of a launcher for a `with` block in which this process joins their process group.
+
+    Torch waits half an hour for the host of rank 0, and for ranks that do not come. The host must be there.
+    Its port may not be open yet, because ranks start at different times: after SILENT_SECONDS a line says
+    what this process waits for.
 
     Raises:
-        ClusterError: It is not, within RENDEZVOUS_SECONDS.
+        ClusterError: A number is none, or the host cannot be reached within RENDEZVOUS_SECONDS.
     """
     if not launched() or dist.is_initialized():
-        return None
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        yield
+        return
+    ranks = _number("WORLD_SIZE", 1)
+    rank, port = _number("RANK", 0, ranks - 1), _number("MASTER_PORT", 0, 65535)
+    host = os.environ["MASTER_ADDR"]
+    note = f"rank {rank} waits for {ranks} ranks at MASTER_ADDR={host}, MASTER_PORT={port}; {_REMEDY}"
+    waiting = Timer(SILENT_SECONDS, notify, [note])
+    waiting.start()
+    try:
+        _reach(host, port)
+        yield
+    finally:
+        waiting.cancel()
+
+
+def _reach(host: str, port: int) -> None:
     deadline = time.monotonic() + RENDEZVOUS_SECONDS
     while True:
         try:
@@ -68,8 +102,7 @@ def check_rendezvous() -> None:
                 error = errors[0]
                 raise ClusterError(
                     f"MASTER_ADDR={host}, MASTER_PORT={port}: the host of rank 0 cannot be reached ("
-                    f"{error.strerror or error}); unset RANK, WORLD_SIZE and these two where no launcher set "
-                    "them for this process, or start it by torchrun again"
+                    f"{error.strerror or error}); {_REMEDY}"
                 ) from error
         time.sleep(POLL_SECONDS)
 
@@ -85,9 +118,8 @@ def process_group() -> Iterator[int]:
 
     Raises:
         ClusterError: There is no such device, torch cannot use it, or other processes fill it; or see
-            `check_rendezvous`.
+            `rendezvous`.
     """
-    check_rendezvous()
     one_node = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
     loopback = interface_of(LOOPBACK)
     if one_node and loopback:
@@ -101,7 +133,8 @@ def process_group() -> Iterator[int]:
             f"torchrun --nproc-per-node {devices} would work"
         )
     # Torch's own is half an hour for two backends together, 10 minutes for NCCL alone.
-    set_timeout(DEFAULT_SECONDS[join_group(local)])
+    with rendezvous():
+        set_timeout(DEFAULT_SECONDS[join_group(local)])
     yield dist.get_rank()
     # Not after a failure: peers may wait in a collective, and the process ends in any case.
     dist.destroy_process_group()

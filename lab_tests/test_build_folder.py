@@ -5,11 +5,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from cluster.limits import Memory
 from lab.commands.cli import main
 from lab.errors import RecipeError
 from lab.techniques import deepspeed
@@ -79,6 +81,27 @@ def test_a_lock_that_was_left_is_removed_and_named(
         assert capsys.readouterr().err == (
             f"removed {left}: a process that ended while it compiled has left this lock\n"
         )
+
+
+@pytest.mark.parametrize(("free", "jobs"), [(0.99, None), (1, "1"), (1.99, "1"), (2, "64")])
+def test_a_compiler_takes_no_more_memory_than_there_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: float, jobs: str | None
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("MAX_JOBS", "64")
+    available = int(free * deepspeed.FILE_MEMORY)
+    monkeypatch.setattr("cluster.limits.memory", lambda: Memory(2**40, available))
+    seen = []
+    builder = SimpleNamespace(load=lambda verbose: seen.append(os.environ["MAX_JOBS"]))
+    accelerator = SimpleNamespace(create_op_builder=lambda name: builder)
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    if jobs is None:
+        with pytest.raises(RecipeError, match=r"takes 1.56 GiB of memory, and 1.55 GiB are available here; "):
+            deepspeed.warm_operator(torch.device("cpu"))
+    else:
+        deepspeed.warm_operator(torch.device("cpu"))
+        assert seen == [jobs]
+    assert os.environ["MAX_JOBS"] == "64"
 
 
 @pytest.mark.parametrize("compiles", [True, False])

@@ -315,14 +315,21 @@ def test_a_terminal_gets_a_sign_that_it_has(encoding):
 def test_a_home_that_cannot_be_written_is_said_with_what_helps(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda path, _: path != str(tmp_path))
-    said, code = _one_line(PermissionError(13, "Permission denied", str(tmp_path / "x")))
-    assert said == f"{tmp_path}/x: Permission denied; set HOME to a folder that you can write"
-    assert code == 2
-    assert _one_line(PermissionError(13, "Permission denied", "/etc/x"))[0] == "/etc/x: Permission denied"
+
+    def said(path):
+        return _one_line(PermissionError(13, "Permission denied", path))
+
+    kept = f"{tmp_path}/.local/x"
+    assert said(kept) == (f"{kept}: Permission denied; set HOME to a folder that you can write", 2)
+    # HOME does not move these: the second begins as the home does.
+    for other in ("/etc/x", f"{tmp_path}2/.local/x", f"{tmp_path}/x"):
+        assert said(other)[0] == f"{other}: Permission denied"
+    monkeypatch.setenv("HOME", "/")
+    monkeypatch.setattr(os, "access", lambda path, _: path != "/")
+    assert said("/etc/x")[0] == "/etc/x: Permission denied"
+    assert said("/.local/x")[0].endswith("you can write")
     monkeypatch.setattr(os, "access", lambda *_: True)
-    assert _one_line(PermissionError(13, "Permission denied", f"{tmp_path}/x"))[0].endswith(
-        "x: Permission denied"
-    )
+    assert said(kept)[0] == f"{kept}: Permission denied"
 
 
 def test_scripts_of_widgets_are_read_whatever_the_locale():

@@ -675,6 +675,15 @@ def test_a_file_that_hides_the_package_is_named(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == said
 
 
+def test_folders_beside_a_notebook_hide_no_package(tmp_path: Path) -> None:
+    """An editable installation from before needs `pip install -e .` again."""
+    for name in ("lab", "cluster"):
+        (tmp_path / name).mkdir()
+    command = [sys.executable, "-c", "import lab; print(lab.LabError.__name__)"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "LabError\n", done.stderr
+
+
 def test_what_the_controller_writes_is_private_at_once(tmp_path: Path) -> None:
     (tmp_path / "writes.py").write_text("open('key', 'w').close()")
     variables = {**os.environ, "PYTHONPATH": str(tmp_path)}

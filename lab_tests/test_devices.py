@@ -20,6 +20,7 @@ from lab.commands.cli import main
 from lab.rehearsing.rehearse import machine_for
 from lab.units import GiB
 from lab_tests.support.gpus import patch_gpus
+from lab_tests.support.on_ranks import wait_until
 
 
 def as_torchruns(patch, rank, ranks):
@@ -79,11 +80,11 @@ def test_a_launchers_variables_of_a_host_that_is_gone(monkeypatch, joins):
     monkeypatch.setattr(socket, "create_connection", gone)
     assert refusal(joins) == (
         "MASTER_ADDR=node7, MASTER_PORT=29500: the host of rank 0 cannot be reached (Name or service not "
-        "known); unset RANK, WORLD_SIZE and these two where no launcher set them for this process, or start "
-        "it by torchrun again"
+        "known); unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where no launcher set them for this "
+        "process, or start it by torchrun again"
     )
     assert len(tried) > 2
-    assert {*tried} == {("node7", "29500")}
+    assert {*tried} == {("node7", 29500)}
 
 
 def test_a_host_that_refuses_a_connection_is_there(monkeypatch):
@@ -92,7 +93,47 @@ def test_a_host_that_refuses_a_connection_is_there(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with reserved_ports(1) as [port]:
         monkeypatch.setenv("MASTER_PORT", str(port))
-        torchrun.check_rendezvous()
+        with torchrun.rendezvous():
+            pass
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "takes"),
+    [
+        ("MASTER_PORT", "99999", "0 to 65535"),
+        ("MASTER_PORT", "abc", "0 to 65535"),
+        ("RANK", "2", "0 to 1"),
+        ("RANK", "-1", "0 to 1"),
+        ("WORLD_SIZE", "0", "1 to 1000000"),
+    ],
+)
+def test_a_launchers_variable_that_is_no_number_of_its_kind(monkeypatch, name, value, takes):
+    as_torchruns(monkeypatch, 0, 2)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("it is refused before"))
+    assert refusal(join).startswith(f"{name}={value}: it takes a whole number from {takes}; unset RANK, ")
+
+
+def test_ranks_that_do_not_come_are_said(monkeypatch):
+    """A process waits for them for half an hour, and cannot know whether they start."""
+    as_torchruns(monkeypatch, 0, 2)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(torchrun, "SILENT_SECONDS", 0.2)
+    said = []
+    monkeypatch.setattr(torchrun, "notify", said.append)
+    with reserved_ports(1) as [port]:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with torchrun.rendezvous():
+            wait_until(lambda: said, "the line")
+        with torchrun.rendezvous():
+            assert not said[1:]
+    [line] = said
+    where = f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
+    assert line.startswith(f"rank 0 waits for 2 ranks at {where}; unset RANK, ")
+    time.sleep(0.3)
+    assert said == [line], "a group that formed is not mentioned"
 
 
 def test_a_driver_older_than_torchs_cuda(monkeypatch):

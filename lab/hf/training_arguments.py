@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from cluster.torchrun import check_rendezvous
+from cluster.torchrun import rendezvous
 from lab.errors import RecipeError
 from lab.hf.accelerate_settings import PRECISION, launched_precision, refusal
 from lab.hf.choice import RecipeChoice
@@ -94,10 +94,9 @@ def arguments(
     if bf16 is not None:
         _set_dtype(recipe, chosen, "bfloat16" if bf16 else None, launched)
     if isinstance(given, type):
-        # The object joins the process group.
-        check_rendezvous()
         defaults = dict.fromkeys(("activation_checkpointing", "logging_nan_inf_filter"), False)
-        made: A = given(**{"prediction_loss_only": True, **defaults, **settings, "bf16": False})
+        with rendezvous():  # the object joins the process group
+            made: A = given(**{"prediction_loss_only": True, **defaults, **settings, "bf16": False})
         made.mixed_precision = "no"
     else:
         made = _replaced(given, launched)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
+from cluster.folders import write_whole
 from lab.errors import NotebookError
 from lab.units import abbreviate
 
@@ -68,23 +67,12 @@ def read_notebook(path: Path) -> NotebookNode:
 
 
 def write_notebook(notebook: NotebookNode, path: Path) -> None:
-    """Write a notebook to another file first, and give that the name ``path``: an error leaves no half file.
-
-    A link still names the same file then, which keeps its mode.
+    """Write a notebook, whole or not at all.
 
     Raises:
-        OSError: The disk is full, or the file or its folder cannot be written.
+        OSError: See `write_whole`.
     """
-    path = path.resolve()
-    part = path.with_name(f".lab-{os.getpid()}")
-    try:
-        nbformat.write(notebook, part)
-        if path.exists():
-            path.open("a").close()
-            shutil.copymode(path, part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(path, f"{nbformat.writes(notebook)}\n".encode())
 
 
 def code_cells(notebook: NotebookNode, tag: str | None = None) -> list[NotebookNode]:

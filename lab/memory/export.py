@@ -7,10 +7,10 @@ import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
+from cluster.folders import write_whole
 from lab.errors import ResultError
 from lab.memory.categories import CATEGORIES, HOST, MEMORIES
 from lab.memory.timeline import Timeline
@@ -52,7 +52,7 @@ def write_chrome_trace(timelines: Sequence[Timeline], path: Path | str) -> Path:
     _check(timelines)
     events = [event for rank, timeline in enumerate(timelines) for event in _events(rank, timeline)]
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
-    return write_whole(Path(path), json.dumps(document).encode())
+    return write_result(Path(path), json.dumps(document).encode())
 
 
 def write_memory_snapshot(timelines: Sequence[Timeline], path: Path | str) -> Path:
@@ -80,7 +80,7 @@ def write_memory_snapshot(timelines: Sequence[Timeline], path: Path | str) -> Pa
         "allocator_settings": {},
         "external_annotations": [],
     }
-    return write_whole(Path(path), pickle.dumps(snapshot))
+    return write_result(Path(path), pickle.dumps(snapshot))
 
 
 def _check(timelines: Sequence[Timeline]) -> None:
@@ -216,14 +216,15 @@ class _Memory:
             self._gaps[before] += size + after
 
 
-def write_whole(path: Path, content: bytes) -> Path:
-    """Write a file whole or not at all."""
+def write_result(path: Path, content: bytes) -> Path:
+    """Write a file whole or not at all, and return its path.
+
+    Raises:
+        ResultError: It cannot be written; see `check_file`, too.
+    """
     check_file(path)
-    part = path.with_name(f"{uuid4()}.part")
     try:
-        part.write_bytes(content)
-        part.replace(path)
+        write_whole(path, content)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ResultError(f"{path} cannot be written: {error.strerror}") from error
     return path

@@ -16,10 +16,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
-from uuid import uuid4
 
 from cluster.errors import ClusterError
-from cluster.folders import cache_folder
+from cluster.folders import cache_folder, write_whole
 
 KEPT = 500
 """Files of a kind that stay, those used last; a plan takes a few hundred KiB."""
@@ -98,17 +97,12 @@ def model_identity(model: str | Path) -> list[object]:
 
 def write(path: Path, data: bytes) -> None:
     """Write a file, whole or not at all; a disk that refuses it costs the next call its seconds."""
-    part = path.with_name(f"{uuid4()}.part")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(data)
-        part.replace(path)
+        write_whole(path, data)
         files = sorted(path.parent.glob(f"*{path.suffix}"), key=os.path.getmtime)
         for old in files[:-KEPT]:
             old.unlink(missing_ok=True)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
 
 
 @cache

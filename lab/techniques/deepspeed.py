@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cluster import limits
+from cluster.environment import setting
 from cluster.folders import cache_folder
 from cluster.live import notify
 from lab.decoder import decoder_of
@@ -27,9 +29,13 @@ from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.attention.kernel import Kernel
 from lab.techniques.ulysses_degrees import check_degree
 from lab.torch_private import FakeTensor
+from lab.units import format_bytes
 
 SILENT_SECONDS = 3.0
 """A wait for another process that compiles is not mentioned before it takes so long."""
+
+FILE_MEMORY = 1600 * 2**20
+"""What the compiler takes for each of the operator's two files (the largest of its processes; GCC 12)."""
 
 _OPERATOR = "DeepSpeed's communication operator"
 
@@ -197,9 +203,28 @@ def _build_operator() -> None:
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
         with build_folder() as folder:
+            jobs = {}
             if not any(folder.glob("*/*.so")):
+                jobs = _jobs()
                 notify(f"compiling {_OPERATOR}, once on this machine: half a minute, longer if it is busy")
-            builder.load(verbose=False)
+            with setting(**jobs):
+                builder.load(verbose=False)
+
+
+def _jobs() -> dict[str, str]:
+    """Return the variable with which ninja compiles one file at a time, where memory is short for two.
+
+    Raises:
+        RecipeError: It is short for one.
+    """
+    free = limits.memory().available
+    if free < FILE_MEMORY:
+        raise RecipeError(
+            "ulysses_backend='deepspeed': compiling its communication operator takes "
+            f"{format_bytes(FILE_MEMORY)} of memory, and {format_bytes(free)} are available here; use "
+            "ulysses_backend='lab', or compile it by `lab doctor --warm` before other programs take memory"
+        )
+    return {"MAX_JOBS": "1"} if free < 2 * FILE_MEMORY else {}
 
 
 @contextmanager
@@ -211,10 +236,9 @@ def build_folder() -> Iterator[Path]:
     which ends with its process. The process that has it removes torch's file, because nobody else compiles.
     A process that waits, and one that removes such a file, says so in one line.
     """
-    variable = "TORCH_EXTENSIONS_DIR"
-    before = os.environ.get(variable)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    folder = _cache(before) / f"python-{python} torch-{torch.__version__} deepspeed-{version('deepspeed')}"
+    versions = f"python-{python} torch-{torch.__version__} deepspeed-{version('deepspeed')}"
+    folder = _cache(os.environ.get("TORCH_EXTENSIONS_DIR")) / versions
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "flock").open("a+") as lock:
         waiting = Timer(SILENT_SECONDS, _say_who_compiles, [Path(lock.name)])
@@ -229,14 +253,8 @@ def build_folder() -> Iterator[Path]:
         for stale in folder.glob("*/lock"):
             stale.unlink()
             notify(f"removed {stale}: a process that ended while it compiled has left this lock")
-        os.environ[variable] = str(folder)
-        try:
+        with setting(TORCH_EXTENSIONS_DIR=str(folder)):
             yield folder
-        finally:
-            if before is None:
-                del os.environ[variable]
-            else:
-                os.environ[variable] = before
 
 
 def _say_who_compiles(lock: Path) -> None:
@@ -260,12 +278,8 @@ def _accelerator(device: torch.device) -> Iterator[None]:
     DeepSpeed reads it once, when it is imported. Without it, DeepSpeed does not select the CPU on a machine
     that has no accelerator. A value that the user has set is kept, and for a GPU nothing is set.
     """
-    name = "DS_ACCELERATOR"
-    if device.type != "cpu" or name in os.environ:
+    if device.type != "cpu" or "DS_ACCELERATOR" in os.environ:
         yield
         return
-    os.environ[name] = "cpu"
-    try:
+    with setting(DS_ACCELERATOR="cpu"):
         yield
-    finally:
-        del os.environ[name]

@@ -12,7 +12,7 @@ from PIL import Image
 
 from lab.errors import LabError
 from lab.memory.categories import OTHER
-from lab.memory.export import check_file, write_whole
+from lab.memory.export import check_file, write_result
 from lab.show.one_layer.drawing import Plane, draw_curve, draw_lanes, draw_legend
 from lab.show.one_layer.frames import LayerFrames
 from lab.show.one_layer.strip import caption_text
@@ -76,7 +76,7 @@ def write_gif(layer: LayerFrames, path: Path, watch: Callable[[int, int], None])
     flat[0].save(
         file, "GIF", save_all=True, append_images=flat[1:], duration=durations, loop=0, optimize=True
     )
-    write_whole(path, file.getvalue())
+    write_result(path, file.getvalue())
 
 
 def _pictures(layer: LayerFrames, watch: Callable[[int, int], None]) -> Iterator[tuple[Image.Image, int]]:
