@@ -15,9 +15,10 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from cluster import stacks
-from cluster.environment import rank_environment, setting, share_of_cores
+from cluster.environment import rank_environment, share_of_cores
 from cluster.errors import ClusterError
 from cluster.host import near_cores, own_cores
 from cluster.network import address_towards
@@ -122,7 +123,7 @@ def run_engine(
 
         def start_nanny(self, control_url: str) -> Any:
             # Its program must not import a file of the current folder in place of Python's own.
-            with setting(PYTHONSAFEPATH="1"):
+            with patch.dict(os.environ, PYTHONSAFEPATH="1"):
                 return super().start_nanny(control_url)
 
     # From here on a rank finds what the notebook finds.

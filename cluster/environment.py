@@ -1,8 +1,6 @@
 """The environment variables of one rank, each with its reason. They are computed on the rank's own host."""
 
-import os
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from cluster import limits
@@ -90,17 +88,3 @@ def rank_environment(
         why = loopback if address == LOOPBACK else "the interface towards the controller and the other ranks"
         variables += [Variable(f"{library}_SOCKET_IFNAME", interface, why) for library in ("GLOO", "NCCL")]
     return variables
-
-
-@contextmanager
-def setting(**variables: str) -> Iterator[None]:
-    """Set environment variables for the length of a `with` block. What the block makes of others stays."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

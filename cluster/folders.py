@@ -1,4 +1,7 @@
-"""Where the lab keeps what outlives a process: plans and operators in a cache, clusters in a state folder."""
+"""Where the lab keeps what outlives a process: plans and operators in a cache, clusters in a state folder.
+
+And how it writes a file.
+"""
 
 import os
 import pwd
@@ -66,21 +69,22 @@ def ensure_home() -> None:
     os.environ["HOME"] = str(folder)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file under another name first, and then rename it: an error leaves no half file.
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Write a file whole or not at all: to a temporary file in its folder, which is then renamed.
 
-    A link still leads to the same file then, which keeps its mode.
+    A symbolic link is followed, and an existing file keeps its mode.
 
     Raises:
         OSError: The disk is full, or the file or its folder cannot be written.
     """
-    path = path.resolve()
-    part = path.with_name(f"{uuid4()}.part")
+    path = Path(os.path.realpath(path))
+    part = path.with_name(f".{uuid4()}.part")
     try:
-        part.write_bytes(content)
-        if path.exists():
-            path.open("a").close()
+        part.touch()
+        with suppress(FileNotFoundError):
+            os.close(os.open(path, os.O_WRONLY))  # a file that cannot be written is not replaced
             shutil.copymode(path, part)
+        part.write_bytes(content)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

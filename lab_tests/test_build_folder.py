@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,25 +84,37 @@ def test_a_lock_that_was_left_is_removed_and_named(
         )
 
 
-@pytest.mark.parametrize(("free", "jobs"), [(0.99, None), (1, "1"), (1.99, "1"), (2, "64")])
-def test_a_compiler_takes_no_more_memory_than_there_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: float, jobs: str | None
-) -> None:
+@pytest.fixture
+def compiles_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float], list[str]]:
+    """The number of files at once with which an operator is compiled, for memory for so many of its files."""
+    cpu = torch.device("cpu")
+    deepspeed.sequence_parallel(cpu)  # Its first import chooses the accelerator.
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("MAX_JOBS", "64")
-    available = int(free * deepspeed.FILE_MEMORY)
-    monkeypatch.setattr("cluster.limits.memory", lambda: Memory(2**40, available))
-    seen = []
-    builder = SimpleNamespace(load=lambda verbose: seen.append(os.environ["MAX_JOBS"]))
-    accelerator = SimpleNamespace(create_op_builder=lambda name: builder)
-    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
-    if jobs is None:
-        with pytest.raises(RecipeError, match=r"takes 1.56 GiB of memory, and 1.55 GiB are available here; "):
-            deepspeed.warm_operator(torch.device("cpu"))
-    else:
-        deepspeed.warm_operator(torch.device("cpu"))
-        assert seen == [jobs]
-    assert os.environ["MAX_JOBS"] == "64"
+
+    def compile_with(files: float) -> list[str]:
+        seen = []
+        builder = SimpleNamespace(load=lambda verbose: seen.append(os.environ["MAX_JOBS"]))
+        accelerator = SimpleNamespace(create_op_builder=lambda name: builder)
+        monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+        monkeypatch.setattr(
+            "cluster.limits.memory", lambda: Memory(2**40, int(files * deepspeed.FILE_MEMORY))
+        )
+        deepspeed.warm_operator(cpu)
+        assert os.environ["MAX_JOBS"] == "64"
+        return seen
+
+    return compile_with
+
+
+@pytest.mark.parametrize(("files", "jobs"), [(1, "1"), (1.99, "1"), (2, "64")])
+def test_a_compiler_takes_no_more_memory_than_there_is(compiles_with, files: float, jobs: str) -> None:
+    assert compiles_with(files) == [jobs]
+
+
+def test_too_little_memory_for_the_compiler_is_one_line(compiles_with) -> None:
+    with pytest.raises(RecipeError, match=r"takes 1.56 GiB of memory, and 1.55 GiB are available here; free"):
+        compiles_with(0.99)
 
 
 @pytest.mark.parametrize("compiles", [True, False])

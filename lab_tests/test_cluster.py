@@ -676,12 +676,12 @@ def test_a_file_that_hides_the_package_is_named(tmp_path: Path) -> None:
 
 
 def test_folders_beside_a_notebook_hide_no_package(tmp_path: Path) -> None:
-    """An editable installation from before needs `pip install -e .` again."""
+    """A folder that is no package comes before an editable installation's finder, and after its path."""
     for name in ("lab", "cluster"):
         (tmp_path / name).mkdir()
     command = [sys.executable, "-c", "import lab; print(lab.LabError.__name__)"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "LabError\n", done.stderr
+    assert done.stdout == "LabError\n", f"{done.stderr}\nAn older installation: run pip install -e . again"
 
 
 def test_what_the_controller_writes_is_private_at_once(tmp_path: Path) -> None:

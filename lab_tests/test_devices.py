@@ -1,6 +1,7 @@
 """GPUs that cannot be used are refused in one line; stand-ins give the answers of torch and nvidia-smi."""
 
 import socket
+import threading
 import time
 from types import SimpleNamespace
 
@@ -80,8 +81,7 @@ def test_a_launchers_variables_of_a_host_that_is_gone(monkeypatch, joins):
     monkeypatch.setattr(socket, "create_connection", gone)
     assert refusal(joins) == (
         "MASTER_ADDR=node7, MASTER_PORT=29500: the host of rank 0 cannot be reached (Name or service not "
-        "known); unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where no launcher set them for this "
-        "process, or start it by torchrun again"
+        "known); unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start this process by torchrun again"
     )
     assert len(tried) > 2
     assert {*tried} == {("node7", 29500)}
@@ -100,11 +100,13 @@ def test_a_host_that_refuses_a_connection_is_there(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "takes"),
     [
-        ("MASTER_PORT", "99999", "0 to 65535"),
-        ("MASTER_PORT", "abc", "0 to 65535"),
+        ("MASTER_PORT", "99999", "1 to 65535"),
+        ("MASTER_PORT", "abc", "1 to 65535"),
         ("RANK", "2", "0 to 1"),
         ("RANK", "-1", "0 to 1"),
-        ("WORLD_SIZE", "0", "1 to 1000000"),
+        ("WORLD_SIZE", "0", "1 to 999999"),
+        ("LOCAL_RANK", "abc", "0 to 1"),
+        ("LOCAL_WORLD_SIZE", "3", "1 to 2"),
     ],
 )
 def test_a_launchers_variable_that_is_no_number_of_its_kind(monkeypatch, name, value, takes):
@@ -112,8 +114,17 @@ def test_a_launchers_variable_that_is_no_number_of_its_kind(monkeypatch, name, v
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv(name, value)
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("it is refused before"))
-    assert refusal(join).startswith(f"{name}={value}: it takes a whole number from {takes}; unset RANK, ")
+    monkeypatch.setattr(torchrun, "_reach", lambda *_: None)
+    monkeypatch.setattr(torchrun, "join_group", lambda _: pytest.fail("it is refused before"))
+    assert refusal(join).startswith(f"{name}={value}: {name} must be a whole number from {takes}; unset RANK")
+
+
+def test_a_port_that_another_program_has_is_one_line(monkeypatch):
+    as_torchruns(monkeypatch, 0, 1)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        assert "EADDRINUSE" in refusal(join)
 
 
 def test_ranks_that_do_not_come_are_said(monkeypatch):
@@ -123,17 +134,23 @@ def test_ranks_that_do_not_come_are_said(monkeypatch):
     monkeypatch.setattr(torchrun, "SILENT_SECONDS", 0.2)
     said = []
     monkeypatch.setattr(torchrun, "notify", said.append)
+
+    def timers():
+        return [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+
     with reserved_ports(1) as [port]:
         monkeypatch.setenv("MASTER_PORT", str(port))
         with torchrun.rendezvous():
             wait_until(lambda: said, "the line")
+        monkeypatch.setattr(torchrun, "SILENT_SECONDS", 60)
         with torchrun.rendezvous():
-            assert not said[1:]
+            assert timers()
+        wait_until(lambda: not timers(), "the end of the timer")
     [line] = said
     where = f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
-    assert line.startswith(f"rank 0 waits for 2 ranks at {where}; unset RANK, ")
-    time.sleep(0.3)
-    assert said == [line], "a group that formed is not mentioned"
+    assert line.startswith(
+        f"rank 0 of 2 waits to join the others at {where}; if they do not start, unset RANK"
+    )
 
 
 def test_a_driver_older_than_torchs_cuda(monkeypatch):

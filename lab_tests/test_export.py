@@ -1,5 +1,6 @@
 """A timeline in other viewers' formats: what they would draw is what was counted."""
 
+import errno
 import json
 import os
 import pickle
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 
 import lab
+from cluster.folders import write_whole
 from lab.errors import ResultError
 from lab.memory import write_chrome_trace, write_memory_snapshot
 from lab.memory.categories import OTHER
+from lab.memory.export import check_file
 from lab.memory.timeline import Timeline
 
 
@@ -74,8 +77,39 @@ def test_what_cannot_be_exported_is_refused(timeline, tmp_path) -> None:
 
 def test_what_is_no_file_is_left_as_it_is(timeline, tmp_path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
-    for path in (pipe, tmp_path, Path("/"), Path()):
+    (loop := tmp_path / "loop").symlink_to("loop")
+    for path in (pipe, loop, tmp_path, Path("/"), Path()):
         with pytest.raises(ResultError, match=r" cannot be written: it is no file$"):
             write_chrome_trace([timeline], path)
     assert pipe.is_fifo()
+    assert loop.is_symlink()
+    (away := tmp_path / "away").symlink_to("none/file")
+    with pytest.raises(ResultError, match=r"away cannot be written: there is no folder .*/none$"):
+        write_chrome_trace([timeline], away)
     assert write_chrome_trace([timeline], tmp_path / ("x" * 250)).exists()
+
+
+def test_a_file_that_is_only_read_is_refused_before_the_work(tmp_path, monkeypatch) -> None:
+    (path := tmp_path / "trace.json").touch()
+    check_file(path)
+    monkeypatch.setattr(os, "access", lambda file, mode: (file, mode) != (path, os.W_OK))
+    with pytest.raises(ResultError, match=r"trace\.json cannot be written: Permission denied$"):
+        check_file(path)
+
+
+def test_a_private_file_is_private_while_it_is_written(tmp_path, monkeypatch) -> None:
+    """And a file is whole or as it was."""
+    (path := tmp_path / "key").write_text("before")
+    path.chmod(0o600)
+    modes = []
+
+    def full(self, content):
+        modes.append(self.stat().st_mode & 0o777)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, b"after")
+    assert modes == [0o600]
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]

@@ -182,9 +182,9 @@ def _one_line(error: Exception) -> tuple[str, int]:
         # A path of the user's that the system does not take; other errors of the system name no file.
         name, home = str(error.filename), os.path.expanduser("~")
         refused = error.errno in (errno.EACCES, errno.EROFS) and not os.access(home, os.W_OK)
-        # Programs keep their files in hidden folders there.
-        moves = refused and name.startswith(os.path.join(home, "."))
-        remedy = "; set HOME to a folder that you can write" if moves else ""
+        # HOME moves only the hidden folders in which programs keep their files.
+        follows_home = refused and name.startswith(os.path.join(home, "."))
+        remedy = "; set HOME to a folder that you can write" if follows_home else ""
         return f"{abbreviate(name)}: {error.strerror}{remedy}", 2
     if isinstance(error, ModuleNotFoundError):
         # The lab runs from its sources, and one of its dependencies is not installed.

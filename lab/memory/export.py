@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,13 +25,16 @@ def check_file(path: Path) -> None:
     """Check that a file can be made, before the work for it is done.
 
     Raises:
-        ResultError: There is no such folder, or what has this name is no file.
+        ResultError: There is no such folder, or what has this name is no file, or one that is read-only.
     """
-    if not path.absolute().parent.is_dir():
-        raise ResultError(f"{path} cannot be written: there is no folder {path.parent}")
-    # A rename would put a file in the place of a device or of a pipe.
-    if not path.name or (path.exists() and not path.is_file()):
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise ResultError(f"{path} cannot be written: there is no folder {target.parent}")
+    # A rename would put a file in the place of a device, of a pipe, or of a link to itself.
+    if not path.name or (os.path.lexists(target) and not target.is_file()):
         raise ResultError(f"{path} cannot be written: it is no file")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise ResultError(f"{path} cannot be written: {os.strerror(errno.EACCES)}")
 
 
 def write_chrome_trace(timelines: Sequence[Timeline], path: Path | str) -> Path:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cluster.folders import write_whole
 from lab.errors import DataError
 from lab.step import data
 from lab.units import abbreviate, parse_path
@@ -159,13 +159,9 @@ def write_tokens(tokens: Tensor, path: str | Path) -> None:
                 f"token {token} in a file of {dtype.name}, which holds 0 to {np.iinfo(dtype).max}: "
                 ".uint32.bin holds the tokens of every vocabulary"
             )
-    target = parse_path(path, DataError).absolute()
-    part = target.with_name(f"{target.name}-{uuid4()}.part")
     try:
-        tokens.numpy().astype(dtype).tofile(part)
-        part.rename(target)
+        write_whole(parse_path(path, DataError), tokens.numpy().astype(dtype).data)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise DataError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 
 

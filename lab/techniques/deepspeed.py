@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cluster import limits
-from cluster.environment import setting
 from cluster.folders import cache_folder
 from cluster.live import notify
 from lab.decoder import decoder_of
@@ -35,7 +34,7 @@ SILENT_SECONDS = 3.0
 """A wait for another process that compiles is not mentioned before it takes so long."""
 
 FILE_MEMORY = 1600 * 2**20
-"""What the compiler takes for each of the operator's two files (the largest of its processes; GCC 12)."""
+"""The peak memory of GCC 12's largest process for one of the operator's two files, in bytes."""
 
 _OPERATOR = "DeepSpeed's communication operator"
 
@@ -203,27 +202,25 @@ def _build_operator() -> None:
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
         with build_folder() as folder:
-            jobs = {}
-            if not any(folder.glob("*/*.so")):
-                jobs = _jobs()
-                notify(f"compiling {_OPERATOR}, once on this machine: half a minute, longer if it is busy")
-            with setting(**jobs):
+            jobs = {} if any(folder.glob("*/*.so")) else _jobs()
+            with _variables(**jobs):
                 builder.load(verbose=False)
 
 
 def _jobs() -> dict[str, str]:
-    """Return the variable with which ninja compiles one file at a time, where memory is short for two.
+    """Say that the operator is compiled, and return MAX_JOBS=1 if both files at once take too much memory.
 
     Raises:
-        RecipeError: It is short for one.
+        RecipeError: One file takes too much.
     """
     free = limits.memory().available
     if free < FILE_MEMORY:
         raise RecipeError(
             "ulysses_backend='deepspeed': compiling its communication operator takes "
-            f"{format_bytes(FILE_MEMORY)} of memory, and {format_bytes(free)} are available here; use "
-            "ulysses_backend='lab', or compile it by `lab doctor --warm` before other programs take memory"
+            f"{format_bytes(FILE_MEMORY)} of memory, and {format_bytes(free)} are available here; free some "
+            "and run `lab doctor --warm`, or use ulysses_backend='lab'"
         )
+    notify(f"compiling {_OPERATOR}, once on this machine: half a minute, longer if it is busy")
     return {"MAX_JOBS": "1"} if free < 2 * FILE_MEMORY else {}
 
 
@@ -253,7 +250,7 @@ def build_folder() -> Iterator[Path]:
         for stale in folder.glob("*/lock"):
             stale.unlink()
             notify(f"removed {stale}: a process that ended while it compiled has left this lock")
-        with setting(TORCH_EXTENSIONS_DIR=str(folder)):
+        with _variables(TORCH_EXTENSIONS_DIR=str(folder)):
             yield folder
 
 
@@ -281,5 +278,18 @@ def _accelerator(device: torch.device) -> Iterator[None]:
     if device.type != "cpu" or "DS_ACCELERATOR" in os.environ:
         yield
         return
-    with setting(DS_ACCELERATOR="cpu"):
+    with _variables(DS_ACCELERATOR="cpu"):
         yield
+
+
+@contextmanager
+def _variables(**values: str) -> Iterator[None]:
+    """Set environment variables for the length of a `with` block. Other changes in the block remain."""
+    before = {name: os.environ[name] for name in values if name in os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
