@@ -86,7 +86,7 @@ def rendezvous() -> Iterator[None]:
     try:
         _reach(os.environ["MASTER_ADDR"], port, where)
         yield
-    except dist.DistError as error:
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise ClusterError(f"{where}: {first_line(error)}; {_REMEDY}") from error
     finally:
         waiting.cancel()
@@ -101,7 +101,7 @@ def _reach(host: str, port: int, where: str) -> None:
             errors = getattr(group, "exceptions", [group])
             if any(isinstance(error, ConnectionRefusedError) for error in errors):
                 return None
-            if time.monotonic() > deadline:
+            if isinstance(errors[0], UnicodeError) or time.monotonic() > deadline:
                 why = getattr(errors[0], "strerror", None) or errors[0]
                 raise ClusterError(
                     f"{where}: the host of rank 0 cannot be reached ({why}); {_REMEDY}"

@@ -87,6 +87,23 @@ def test_a_launchers_variables_of_a_host_that_is_gone(monkeypatch, joins):
     assert {*tried} == {("node7", 29500)}
 
 
+def test_a_name_that_no_host_can_have(monkeypatch):
+    as_torchruns(monkeypatch, 0, 2)
+    monkeypatch.setenv("MASTER_ADDR", "a..b")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it is not tried again"))
+    assert "the host of rank 0 cannot be reached" in refusal(join)
+
+
+def test_an_error_of_nccl_is_not_one_of_the_variables(monkeypatch):
+    as_torchruns(monkeypatch, 0, 1)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    error = dist.DistBackendError("NCCL error\nLast error: a socket")
+    with pytest.raises(dist.DistBackendError, match="Last error"), torchrun.rendezvous():
+        raise error
+
+
 def test_a_host_that_refuses_a_connection_is_there(monkeypatch):
     """Rank 0 may start later."""
     as_torchruns(monkeypatch, 1, 2)

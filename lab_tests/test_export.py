@@ -83,6 +83,8 @@ def test_what_is_no_file_is_left_as_it_is(timeline, tmp_path) -> None:
             write_chrome_trace([timeline], path)
     assert pipe.is_fifo()
     assert loop.is_symlink()
+    with pytest.raises(ResultError, match=r"cannot be written: .*null"):
+        check_file(tmp_path / "a\0b")
     (away := tmp_path / "away").symlink_to("none/file")
     with pytest.raises(ResultError, match=r"away cannot be written: there is no folder .*/none$"):
         write_chrome_trace([timeline], away)

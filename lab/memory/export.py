@@ -27,7 +27,10 @@ def check_file(path: Path) -> None:
     Raises:
         ResultError: There is no such folder, or what has this name is no file, or one that is read-only.
     """
-    target = Path(os.path.realpath(path))
+    try:
+        target = Path(os.path.realpath(path))
+    except ValueError as error:
+        raise ResultError(f"{path} cannot be written: {error}") from error
     if not target.parent.is_dir():
         raise ResultError(f"{path} cannot be written: there is no folder {target.parent}")
     # A rename would put a file in the place of a device, of a pipe, or of a link to itself.
