@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from math import isnan, nan
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from click.testing import CliRunner
 
 import lab
 from lab.bench import gpu, gpu_row, hidden_copies, hollow, software
+from lab.bench import gradients as gradients_bench
 from lab.bench.edge_cases import measure_edges
 from lab.bench.gpu import measure_gpu, row_text
 from lab.bench.gpu_items import FIRST, ITEMS, SECOND, Item
@@ -51,10 +54,11 @@ def quiet(_):
     """Watch nothing."""
 
 
-def measure(out, minutes=5.0, items=FEW, machine="cpu"):
+def measure(out, minutes=5.0, items=FEW, machine="cpu", again=()):
     """The rows of one run, and its notes."""
     notes = []
-    return list(measure_gpu(out, minutes, quiet, notes.append, machine=machine, items=items)), notes
+    rows = measure_gpu(out, minutes, quiet, notes.append, machine=machine, items=items, again=again)
+    return list(rows), notes
 
 
 @pytest.fixture
@@ -142,6 +146,18 @@ def test_a_row_of_another_torch_or_another_machine_is_measured_again(tmp_path, m
     assert measure(tmp_path) == ([], [])
 
 
+def test_an_item_is_measured_again(tmp_path, instant_rows):
+    assert [row["seconds"] for row in measure(tmp_path)[0]] == [7.0, 7.0]
+    before = time.time()
+    found, notes = measure(tmp_path, again=[FEW[1].name])
+    assert ([row["name"] for row in found], notes) == ([FEW[1].name], [])
+    rows = read_lines(tmp_path / "cpu.jsonl", pytest.fail)
+    assert [row["name"] for row in rows] == [FEW[0].name, FEW[1].name, FEW[1].name]
+    assert rows[1]["time"] <= before <= rows[2]["time"]
+    with pytest.raises(LabError, match="no item is named 'copies'; the nearest names are 'copies gib=1', "):
+        measure(tmp_path, again=["copies"])
+
+
 def test_a_second_run_on_one_folder_is_refused(tmp_path, instant_rows):
     first = measure_gpu(tmp_path, 5.0, quiet, quiet, machine="cpu", items=FEW)
     next(first)
@@ -159,16 +175,14 @@ def test_what_the_end_of_the_time_finds_running_stays_missing(tmp_path, instant_
     assert notes[1].startswith("1 of 1 are not measured yet")
 
 
-def test_a_row_that_takes_too_long_is_tried_twice(tmp_path, monkeypatch, on_cpu):
+def test_an_item_that_takes_too_long_is_a_row_and_can_be_measured_again(tmp_path, monkeypatch, on_cpu):
     limits = []
     monkeypatch.setattr(gpu, "_in_a_process", lambda *_, limit: limits.append(limit))
     items = [Item("rehearse", 10, recipe="a")]
     [row], notes = measure(tmp_path, items=items)
-    assert row["failed"] == "it took more than 20 s, where 10 s were expected"
-    assert notes[0].startswith("1 of 1 are not measured yet")
-    [row], notes = measure(tmp_path, items=items)
-    assert notes == []
+    assert (row["failed"], notes) == ("it took more than 20 s, where 10 s were expected", [])
     assert measure(tmp_path, items=items) == ([], [])
+    assert len(measure(tmp_path, items=items, again=[items[0].name])[0]) == 1
     assert limits == [20, 20]
 
 
@@ -263,6 +277,7 @@ def test_a_process_that_crashes_is_a_row(tmp_path, monkeypatch, on_cpu, work, fa
     monkeypatch.setattr(gpu, "_measure", work)
     rows, _ = measure(tmp_path)
     assert [row["failed"] for row in rows] == [failed] * 2
+    assert not {"seconds"} & rows[0].keys(), "those that were expected are not measured"
     assert rows[0]["trace"] == ("lost\n" if work is fail else "")
     assert row_text(rows[0]) == f"copies gib=1: failed: {failed}"
     assert measure(tmp_path) == ([], [])
@@ -429,6 +444,10 @@ def test_kernels_are_right_at_their_edges(monkeypatch):
     found = measure_edges("cpu")
     assert found["failed cases"] == {}
     assert len(found["errors"]) == 43
+    flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert len(found["operators"]) == 42
+    assert found["operators"]["torch D=64 1 query of 129 keys"] == "matrix products"
+    assert found["operators"]["torch D=64 129 tokens, window of 2"] == f"{flash}, {flash}_backward"
     assert 0 < found["worst"] < 1e-6
     monkeypatch.setitem(KERNELS, "torch", KERNELS["torch"]._replace(backward=swapped_backward))
     assert measure_edges("cpu")["worst"] > 0.1
@@ -444,9 +463,31 @@ def swapped_backward(*arguments, **settings):
 def test_no_technique_changes_a_gradient():
     found = gpu_row.figures(Item("gradients", 1, "tiny", 128, 2), "cpu")
     assert found["failed"] is None
-    assert len(found["distances"]) == 12
-    assert found["distances"]["checkpoint"] == found["distances"]["upipe"] == 0
-    assert 0 < found["worst"] < 1e-4
+    assert len(found["distances"]) == 10
+    assert not {"checkpoint", "upipe"} & {*found["distances"]}, "a run is not compared with itself"
+    assert 0 < found["worst"] == max(found["distances"].values()) < 1e-4
+    assert found["floor"] == 0, "on a CPU, sums have one order"
+
+
+def test_the_worst_gradient_has_its_name_and_the_floor_is_that_of_equal_recipes(monkeypatch):
+    """By stand-ins: a gradient of `tiling` is NaN, and one of the second run of `upipe` is another one."""
+    seen = Counter()
+
+    def gradients(job, _):
+        name = "upipe" if job.recipe.head_chunk is not None else "other"
+        seen[name] += 1
+        values = {"first": torch.ones(3), "second": torch.ones(3)}
+        if (name, seen[name]) == ("upipe", 2):
+            values["first"] = torch.full((3,), 1.25)
+        if (name, seen[name]) == ("other", 4):
+            values["second"] = torch.full((3,), nan)
+        return values
+
+    monkeypatch.setattr(gradients_bench, "_gradients", gradients)
+    found = gradients_bench.measure_gradients("tiny", 128, 2, 8, "cpu")
+    assert found["floor"] == 0.25
+    assert isnan(found["worst"])
+    assert found["worst of"] == "tiling: second"
 
 
 # ---- refused in one line ---------------------------------------------------------------------------------

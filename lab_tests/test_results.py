@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lab.bench.gpu_items import ITEMS, Item
-from lab.bench.results import GAP, results_text
+from lab.bench.results import GAP, measured_rows, results_text
 from lab.bench.table import rows_text
 
 pytestmark = pytest.mark.first
@@ -49,6 +49,21 @@ def test_a_table_a_gpu_with_its_figures_its_failures_and_its_gaps(tmp_path):
     assert "failed: out of memory" in second
     assert second.count(GAP) == 2
     assert "3.25" not in first + second
+
+
+def test_the_later_row_counts_whatever_its_file_is_named(tmp_path):
+    old = {"name": "copies", "machine": "GPU A", "to host GB/s": 50.0}
+    new = old | {"to host GB/s": 55.0, "time": 1.8e9}
+    (tmp_path / "a.jsonl").write_text(json.dumps(new) + "\n" + json.dumps(new | {"time": 1.7e9}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps(old) + "\n")
+    assert measured_rows(pytest.fail, tmp_path) == {"GPU A": {"copies": new}}
+
+
+def test_a_name_in_the_first_column_is_in_one_line():
+    name = "rehearse " * 8 + "end"
+    text = rows_text([{"step": name, **{f"column {n}": n / 7 for n in range(9)}}], as_json=False)
+    assert text.count(name) == 2
+    assert "…" not in text
 
 
 def test_a_line_that_was_cut_off_is_a_gap_and_noted(tmp_path):

@@ -87,15 +87,18 @@ def measure_kernel(
     *,
     heads: int = HEADS,
     kv_heads: int = KV_HEADS,
+    heads_first: bool = False,
     repeats: int = REPEATS,
 ) -> dict[str, float | None]:
     """Return the figures of a kernel, by the names of ``FIGURES``.
 
     The first run gives the errors, and the most bytes that forward and backward allocate (None on CPU).
     ``repeats`` more runs give the seconds, as medians. With ``repeats=0`` the first run gives the seconds
-    too.
+    too. With ``heads_first``, heads come first in the memory of the gradient of the output, and not tokens.
     """
     q, k, v, dout = attention_inputs(device, 1, (heads, kv_heads), HEAD_DIM, tokens, tokens)
+    if heads_first:
+        dout = dout.contiguous()
     # At its first call a kernel makes plans and handles, which no figure should include.
     first_dout, first_q, first_k, first_v = (x[:, :, :FIRST_TOKENS] for x in (dout, q, k, v))
     kernel.backward(first_dout, first_q, first_k, first_v, *kernel.forward(first_q, first_k, first_v))

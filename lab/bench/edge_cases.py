@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from lab.bench.attention import attention_inputs, random_tensors
 from lab.bench.timing import seconds
@@ -17,6 +18,7 @@ from lab.techniques.attention.kernel import Kernel
 from lab.techniques.attention.kernels import FASTEST_FIRST, KERNELS, kernel_support, missing_requirement
 from lab.techniques.attention.window import windowed_kernel
 from lab.techniques.experts import grouped_outer_product, grouped_product, grouped_sum
+from lab.torch_private import DispatchMode
 
 ROWS, HEADS, KV_HEADS = 2, 6, 2
 
@@ -100,9 +102,12 @@ def measure_edges(where: str) -> dict[str, Any]:
     """Return the worst relative error of the output and the gradients of each case, by the name of the case.
 
     Inputs are bf16 on CUDA and fp32 on CPU, and the same inputs in fp64 give what is right. "worst" is the
-    largest error, or NaN if one is NaN. A case that fails has its error as text.
+    largest error, or NaN if one is NaN. A case that fails has its error as text. "operators" has those of
+    torch's attention that ran in a case, because a kernel leaves some cases to another one: matrix products
+    compute one query and one key.
     """
     errors: dict[str, float | str] = {}
+    operators: dict[str, str] = {}
     new_length_seconds = {}
     device = torch.device(where)
     support = kernel_support(device)
@@ -111,7 +116,10 @@ def measure_edges(where: str) -> dict[str, Any]:
             if missing_requirement(name, support, head_dim) is None:
                 for case_name, case in CASES.items():
                     run = partial(case.error, KERNELS[name], head_dim, device)
-                    errors[f"{name} D={head_dim} {case_name}"] = _outcome(run)
+                    label = f"{name} D={head_dim} {case_name}"
+                    with _Operators() as seen:
+                        errors[label] = _outcome(run)
+                    operators[label] = ", ".join(sorted(seen.names)) or "matrix products"
         if missing_requirement(name, support, 128) is None:
             times = [seconds(partial(_run, KERNELS[name], Case(tokens), device)) for tokens in NEW_LENGTHS]
             new_length_seconds[f"{name}, s a new length"] = sum(times) / len(times)
@@ -119,7 +127,27 @@ def measure_edges(where: str) -> dict[str, Any]:
     numbers = [error for error in errors.values() if isinstance(error, float)]
     failed = {case: error for case, error in errors.items() if isinstance(error, str)}
     worst = float(torch.tensor(numbers).max())
-    return {"errors": errors, "worst": worst, "failed cases": failed, **new_length_seconds}
+    found = {"errors": errors, "operators": operators, "worst": worst, "failed cases": failed}
+    return found | new_length_seconds
+
+
+class _Operators(DispatchMode):
+    """Collects the names of the attention operators that run in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if "attention" in func.name():
+            self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def _outcome(run: Callable[[], Tensor]) -> float | str:

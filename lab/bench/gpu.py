@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from difflib import get_close_matches
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,9 +34,6 @@ PATIENCE = 1.5
 LEAST_SECONDS = 20.0
 """No item is ended earlier, unless the time is over: the start of CUDA may take so long."""
 
-TRIES = 2
-"""How often an item that was ended is tried in all: other work may have slowed the machine."""
-
 START_LIMIT = 120.0
 """The most seconds until CUDA answers, after torch and transformers were imported."""
 
@@ -54,16 +51,18 @@ def measure_gpu(
     note: Note,
     *,
     machine: str | None = None,
+    again: Collection[str] = (),
     items: Sequence[Item] = ITEMS,
 ) -> Iterator[dict[str, Any]]:
     """Measure the items that the files in ``out`` do not have for this machine and this version of torch.
 
     A row is appended to gpu.jsonl, or to cpu.jsonl, and yielded when it is on the disk. It has the name of
     the item, the machine, the versions, the recipe and the figures; or the error of the item in "failed".
+    Its "time" is when it was measured, in seconds since 1970.
 
-    An item that failed is measured again when its line is removed from the file, with two exceptions. An item
-    that was ended because it took too long is tried once more. An item for which the GPU could not be used,
-    because another process fills it, gets no row and is reported to ``note``.
+    An item that failed, or that was ended because it took too long, is measured again with ``again`` alone.
+    An item for which the GPU could not be used, because another process fills it, gets no row and is reported
+    to ``note``.
 
     An item does not start if it is expected to take longer than the time left. An item that runs when the
     time is over is ended, gets no row, and is reported to ``note``.
@@ -74,14 +73,20 @@ def measure_gpu(
         say: Shows what is measured now.
         note: Reports incomplete lines of the files, and at the end the items that are missing.
         machine: "cuda", or "cpu" to measure the same items at the size of ``tiny``; None for a GPU.
+        again: Names of items. They alone are measured, also if the files have them; the later row counts.
         items: The items.
 
     Raises:
-        LabError: ``minutes`` is not a positive number; there is no GPU, or it cannot be used; or ``out``
-            cannot be written, is written by another process, or is the folder for figures of GPUs only.
+        LabError: ``minutes`` is not a positive number; no item has a name in ``again``; there is no GPU, or
+            it cannot be used; or ``out`` cannot be written, is written by another process, or is the folder
+            for figures of GPUs only.
     """
     if not (minutes > 0 and math.isfinite(minutes)):
         raise LabError(f"minutes={minutes:g}: it takes a number above 0, for instance 25")
+    for name in sorted({*again} - {item.name for item in items}):
+        near = get_close_matches(name, [item.name for item in items], n=3, cutoff=0)
+        raise LabError(f"no item is named {name!r}; the nearest names are {', '.join(map(repr, near))}")
+    items = [item for item in items if not again or item.name in again]
     deadline = time.monotonic() + 60 * minutes
     where, machine_name, torch = _find_machine(machine)
     if machine is None and where == "cpu":
@@ -95,13 +100,11 @@ def measure_gpu(
     scaled = {item.name: item if where == "cuda" else item.small() for item in items}
     with append_lines(out / f"{'gpu' if where == 'cuda' else 'cpu'}.jsonl", note) as append:
         rows = [row for file in sorted(out.glob("*.jsonl")) for row in read_lines(file, note)]
-        tries = Counter[str]()
-        for row in rows:
-            if row.get("machine") == machine_name and row.get("torch") == torch:
-                tries[row.get("name") or ""] += _tries(row)
+        here = {"machine": machine_name, "torch": torch}
+        done = {row.get("name") for row in rows if not again and here.items() <= row.items()}
         for name, item in scaled.items():
             left = deadline - time.monotonic()
-            if tries[name] >= TRIES or item.seconds > left:
+            if name in done or item.seconds > left:
                 continue
             say(f"{name}, about {item.seconds:.0f} s; {left / 60:.1f} min left")
             limit = max(PATIENCE * item.seconds, LEAST_SECONDS)
@@ -113,28 +116,22 @@ def measure_gpu(
                 break
             if figures is None:
                 too_long = f"it took more than {limit:.0f} s, where {item.seconds:.0f} s were expected"
-                figures = {"failed": too_long, "ended": True}
+                figures = {"failed": too_long}
             if figures.get("error") == ClusterError.__name__:
                 note(f"{name} stays missing: {figures['failed']}")
                 continue
-            fields = asdict(item) | {"knobs": dict(item.knobs), "name": name, "machine": machine_name}
-            expected = fields.pop("seconds")
-            row = {**fields, "torch": torch, "expected": expected, "took": took, **figures}
-            append(row)
-            tries[name] += _tries(row)
+            fields = asdict(item) | {"knobs": dict(item.knobs), "name": name, **here, "time": time.time()}
+            expected = {"expected": fields.pop("seconds"), "took": took}
+            append(row := {**fields, **expected, **figures})
+            done.add(name)
             yield row
-    missing = [item for name, item in scaled.items() if tries[name] < TRIES]
+    missing = [item for name, item in scaled.items() if name not in done]
     if missing:
         needed = sum(item.seconds for item in missing) / 60
         note(
             f"{len(missing)} of {len(scaled)} are not measured yet and take about {needed:.0f} min: "
             "the same command goes on with them"
         )
-
-
-def _tries(row: dict[str, Any]) -> int:
-    """Return how many of the tries of an item its row has used: all, unless the item was ended."""
-    return 1 if row.get("ended") else TRIES
 
 
 def row_text(row: dict[str, Any]) -> str:

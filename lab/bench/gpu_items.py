@@ -74,8 +74,10 @@ class Item:
         )
 
 
-def _attention(seconds: float, kernel: str, heads: int, kv_heads: int, tokens: int, repeats: int) -> Item:
-    knobs = (("kernel", kernel), ("heads", heads), ("kv_heads", kv_heads))
+def _attention(
+    seconds: float, kernel: str, heads: int, kv_heads: int, tokens: int, repeats: int, **more: Any
+) -> Item:
+    knobs = (("kernel", kernel), ("heads", heads), ("kv_heads", kv_heads), *more.items())
     return Item("attention", seconds, tokens=tokens, knobs=knobs, steps=repeats)
 
 
@@ -95,8 +97,10 @@ FIRST = (
         for tokens, seconds in ((64 * Ki, 4), (256 * Ki, 6))
         for kernel in ("cudnn", "torch")
     ),
+    # A length from which "auto" takes cuDNN.
+    _attention(4, "cudnn", 4, 1, 64 * Ki, 5, heads_first=True),
     Item("edges", 18),
-    Item("gradients", 32, tokens=64 * Ki, layers=3),
+    Item("gradients", 37, tokens=64 * Ki, layers=3),
     # Planned over measured bytes of every named recipe.
     *(_rehearse(1, 16 * Ki, 2, rung) for rung in ("plain", "fsdp")),
     *(

@@ -74,7 +74,7 @@ def find_machine(machine: str | None) -> dict[str, str]:
 def make_plans(item: Item, where: DeviceType) -> None:
     """Plan what a rehearsal of this item plans, so that its plans are in the cache."""
     machine = make_machine(workspace=where == "cuda")
-    for job in _jobs(item):
+    for job in jobs(item):
         plan_job(job, machine)
 
 
@@ -82,7 +82,7 @@ def _asked(item: Item) -> dict[str, Any]:
     return {"tokens": item.tokens, "ranks": RANKS, **dict(item.knobs)}
 
 
-def _jobs(item: Item) -> tuple[Job, Job]:
+def jobs(item: Item) -> tuple[Job, Job]:
     """Return the job of an item's whole model, and that of its layers."""
     job = make_job(item.model, item.recipe, **_asked(item))
     part = first_layers(item.model, item.layers, config=models.config_of(item.model))
@@ -91,7 +91,9 @@ def _jobs(item: Item) -> tuple[Job, Job]:
 
 def _rehearse(item: Item, where: DeviceType) -> dict[str, Any]:
     settings: dict[str, Any] = {"layers": item.layers, "steps": item.steps, "machine": where}
-    row = rehearse(item.model, item.recipe, **settings, **_asked(item)).to_json()
+    rehearsal = rehearse(item.model, item.recipe, **settings, **_asked(item))
+    row = rehearsal.to_json()
+    row["planned_reserved_peak"] = rehearsal.plan.reserved_peak(expandable=item.expandable)
     # The row has the name of the machine already, and the name of the recipe in "recipe".
     del row["machine"]
     return row | {"recipe": item.recipe, "recipe_knobs": row["recipe"]}
@@ -139,7 +141,7 @@ _MEASURES: dict[Kind, Callable[[Item, DeviceType], dict[str, Any]]] = {
     "copies": lambda item, where: measure_copies(where, **dict(item.knobs)),
     "edges": lambda _, where: measure_edges(where),
     "gradients": lambda item, where: measure_gradients(item.model, item.tokens, item.layers, RANKS, where),
-    "hidden": lambda item, where: measure_hidden_copies(_jobs(item)[1], where),
+    "hidden": lambda item, where: measure_hidden_copies(jobs(item)[1], where),
     "hollow": _hollow,
     "rehearse": _rehearse,
 }

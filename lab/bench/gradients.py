@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,22 +36,44 @@ def measure_gradients(
 
     A distance is that of the parameter for which it is largest. The gradients are those of a second backward
     pass, in which a race in the transfers to the host would show. "worst" is the largest of all distances, or
-    NaN if one is NaN.
+    NaN if one is NaN, and "worst of" is its recipe and parameter. The first recipe of a group runs twice:
+    "floor" is the largest distance between two such runs, which differ by the order of additions alone.
     """
     part = first_layers(model, layers, config=models.config_of(model))
+
+    def gradients(name: str, knobs: dict[str, Any]) -> dict[str, Tensor]:
+        recipe = resolve_recipe(name, model, ranks, tokens, **{"kernel": "torch", **knobs})
+        gc.collect()
+        torch.cuda.empty_cache()
+        return _gradients(Job(part, recipe, tokens, ranks), where)
+
     distances: dict[str, float] = {}
-    for group in GROUPS:
-        expected: dict[str, Tensor] = {}
-        for name, knobs in group:
-            recipe = resolve_recipe(name, model, ranks, tokens, **{"kernel": "torch", **knobs})
-            gradients = _gradients(Job(part, recipe, tokens, ranks), where)
-            gc.collect()
-            torch.cuda.empty_cache()
-            expected = expected or gradients
+    floors: dict[str, float] = {}
+    worst_of: dict[str, str] = {}
+    for first, *others in GROUPS:
+        expected = gradients(*first)
+        floors[first[0]], _ = _distance(gradients(*first), expected)
+        for name, knobs in others:
             label = " ".join((name, *(f"{knob}={value}" for knob, value in knobs.items())))
-            by_parameter = [(gradients[n] - x).norm() / x.norm() for n, x in expected.items()]
-            distances[label] = float(torch.stack(by_parameter).max())
-    return {"distances": distances, "worst": float(torch.tensor(list(distances.values())).max())}
+            distances[label], worst_of[label] = _distance(gradients(name, knobs), expected)
+    worst, floor = (max(values, key=partial(_order, values)) for values in (distances, floors))
+    return {
+        "distances": distances,
+        "worst": distances[worst],
+        "worst of": f"{worst}: {worst_of[worst]}",
+        "floor": floors[floor],
+    }
+
+
+def _order(values: dict[str, float], label: str) -> tuple[bool, float]:
+    """Order NaN last."""
+    return math.isnan(values[label]), values[label]
+
+
+def _distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """Return the largest relative distance of a parameter's gradient, and its name."""
+    by_parameter = torch.stack([(actual[name] - x).norm() / x.norm() for name, x in expected.items()])
+    return float(by_parameter.max()), [*expected][int(by_parameter.argmax())]
 
 
 def error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -18,7 +18,7 @@ Note = Callable[[str], None]
 _TEXTS = ("name", "machine", "versions", "torch", "failed")
 """The fields that tables read as text. Each may be absent or null."""
 
-_FIGURES = ("seconds", "device_peak", "plan_over_measured")
+_FIGURES = ("time", "seconds", "step s", "device_peak", "reserved_peak", "plan_over_measured")
 """The fields that tables read as numbers. Each may be absent or null."""
 
 

@@ -21,17 +21,37 @@ GAP = "not measured yet"
 
 SHOWN = (
     "TFLOP/s", "/ matmul", "worst error", "worst", "to host GB/s", "from host GB/s", "to host hidden",
-    "from host hidden", "norm compiled / not", "MLP compiled / not",
+    "from host hidden", "norm compiled / not", "MLP compiled / not", "floor",
 )  # fmt: skip
 """The figures in the last column, if a row has them."""
+
+
+def measured_rows(note: Note, folder: Path = FOLDER) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the rows in the files of ``folder`` by the name of the GPU, and then by that of the item.
+
+    Rows of a CPU are left out. If a GPU has two rows of an item, the one with the later "time" counts. Rows
+    without a time are the oldest, in the order of the names of their files.
+
+    Args:
+        note: Reports each line that is left out.
+        folder: The folder of the files.
+
+    Raises:
+        LabError: A file cannot be read.
+    """
+    machines: dict[str, dict[str, dict[str, Any]]] = {}
+    rows = [row for file in sorted(folder.glob("*.jsonl")) for row in read_lines(file, note)]
+    for row in sorted(rows, key=lambda row: row.get("time") or 0):
+        if row.get("machine") not in (None, "CPU"):
+            machines.setdefault(row["machine"], {})[row.get("name") or ""] = row
+    return machines
 
 
 def results_text(note: Note, *, folder: Path = FOLDER, items: Sequence[Item] = ITEMS) -> str:
     """Return a table for each GPU of the items in the files of ``folder``; others are "not measured yet".
 
-    Rows of a CPU are left out. If a GPU has two rows of an item, the later row counts, and files are read in
-    the order of their names. Below a table are the versions with which its rows were measured. If the
-    versions differ, a number after the name of an item refers to its own.
+    Below a table are the versions with which its rows were measured. If the versions differ, a number after
+    the name of an item refers to its own.
 
     Args:
         note: Reports each line that is left out.
@@ -41,11 +61,7 @@ def results_text(note: Note, *, folder: Path = FOLDER, items: Sequence[Item] = I
     Raises:
         LabError: A file cannot be read.
     """
-    rows = [row for file in sorted(folder.glob("*.jsonl")) for row in read_lines(file, note)]
-    machines: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        if row.get("machine") not in (None, "CPU"):
-            machines.setdefault(row["machine"], {})[row.get("name") or ""] = row
+    machines = measured_rows(note, folder)
     if not machines:
         return _table({}, items)
     return "\n\n".join(f"{name}\n{_table(by_item, items)}" for name, by_item in machines.items())

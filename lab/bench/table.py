@@ -38,7 +38,10 @@ def rows_text(rows: Sequence[Row], *, as_json: bool) -> str:
 
 
 def _table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
-    table = Table(*columns, box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column(columns[0], no_wrap=True)
+    for name in columns[1:]:
+        table.add_column(name)
     for row in rows:
         table.add_row(*(_cell(row.get(name)) for name in columns))
     return table

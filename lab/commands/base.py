@@ -132,8 +132,9 @@ PROFILE = options(
 HOST_DIR = click.option(
     "--host-dir", type=path, metavar="DIR", help="A folder on a disk for the long tensors of streamed layers."
 )
+LAYERS = click.option("--layers", type=integer, help="Only the first so many layers. [all]")
 PART = options(
-    click.option("--layers", type=integer, help="Only the first so many layers. [all]"),
+    LAYERS,
     click.option("--device-memory", help="Act as a GPU of this memory: 80GiB."),
 )
 MACHINE = click.Choice(["cuda", "cpu"])

@@ -394,6 +394,7 @@ def plan(
     *,
     tokens: int | str,
     ranks: int,
+    layers: int | None = None,
     rows: int = 1,
     accumulate: int = 1,
     lora: Lora | str | None = None,
@@ -417,6 +418,9 @@ def plan(
     ``disk``, bytes of a node such as "4TB", the long tensors of streamed layers are on it and not in host
     memory; ``disk_rate`` is its rate, such as "3GB/s", in place of that of the hardware table. ``knobs`` are
     set on a ladder's recipe by hand.
+
+    ``layers`` takes the model's first layers alone, with the recipe that the whole model has; this is what
+    ``lab.rehearse`` plans for them.
 
     The step has ``accumulate`` micro-batches of so many rows each, whose gradients are summed. In the
     timeline of many, the third stands for all but the two first and the last (``planning/micro_batches.py``).
@@ -456,6 +460,11 @@ def plan(
         shape=shape_of(model, dtype),
         **knobs,
     )
+    if layers is not None:
+        # Its import is that of transformers, which a known answer does not need.
+        from lab.models.small_copies import first_layers
+
+        job = replace(job, model=first_layers(model, layers, config=models.config_of(model, dtype)))
     return plan_job(job, machine)
 
 

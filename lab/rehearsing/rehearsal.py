@@ -133,7 +133,7 @@ class Rehearsal(Measured):
     @property
     def whole_seconds(self) -> float:
         """Of the step of all layers: the measured one, by the ratio of the two plans' without links."""
-        return self.step_seconds * _without_links(self.whole) / _without_links(self.plan)
+        return self.step_seconds * seconds_alone(self.whole) / seconds_alone(self.plan)
 
     @property
     def whole_device_peak(self) -> int:
@@ -187,6 +187,8 @@ class Rehearsal(Measured):
             "host_peak": self.host_peak,
             "disk_peak": self.disk_peak,
             "planned_device_peak": self.plan.device_peak,
+            "planned_reserved_peak": self.plan.reserved_peak(),
+            "planned_seconds": seconds_alone(self.plan),
             "plan_over_measured": self.plan_over_measured,
             "peak": {"op": peak.op, "shapes": peak.shapes, "module": peak.module, "phase": peak.phase},
             "seconds": self.step_seconds,
@@ -224,7 +226,7 @@ class RehearsalTooLarge(LabError):
     """A step on CPU that the memory of this machine does not hold."""
 
 
-def _without_links(plan: Plan) -> float:
-    """Seconds of a rank that waits for nobody: computation, or copies to the host, or the disk."""
+def seconds_alone(plan: Plan) -> float:
+    """Planned seconds of a rank that waits for nobody: computation, or copies to the host, or the disk."""
     costs = plan.costs
     return max(costs.device_seconds - costs.link_seconds, costs.host_seconds, costs.disk_seconds)

@@ -202,13 +202,16 @@ def _build_operator() -> None:
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
         with build_folder() as folder:
-            jobs = {} if any(folder.glob("*/*.so")) else _jobs()
+            jobs = {}
+            if not any(folder.glob("*/*.so")):
+                jobs = _jobs()
+                notify(f"compiling {_OPERATOR}, once on this machine: half a minute, longer if it is busy")
             with _variables(**jobs):
                 builder.load(verbose=False)
 
 
 def _jobs() -> dict[str, str]:
-    """Say that the operator is compiled, and return MAX_JOBS=1 if both files at once take too much memory.
+    """Return the variables of the compilation: MAX_JOBS=1 if both files at once take too much memory.
 
     Raises:
         RecipeError: One file takes too much.
@@ -220,7 +223,6 @@ def _jobs() -> dict[str, str]:
             f"{format_bytes(FILE_MEMORY)} of memory, and {format_bytes(free)} are available here; free some "
             "and run `lab doctor --warm`, or use ulysses_backend='lab'"
         )
-    notify(f"compiling {_OPERATOR}, once on this machine: half a minute, longer if it is busy")
     return {"MAX_JOBS": "1"} if free < 2 * FILE_MEMORY else {}
 
 

@@ -9,7 +9,7 @@ from lab_tests.support.commands import invoke
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "lab" / "bench" / "README.md")
-PLANNING = r"(?:plan|ladder|fit|max-context|bench published)\b"
+PLANNING = r"(?:plan|ladder|fit|max-context|bench published|bench results)\b"
 PRINTED = re.compile(rf"(?<=```text\n)\$ lab ({PLANNING}[^\n]*)\n(.*?)(?=\n```)", re.DOTALL)
 
 

@@ -136,13 +136,14 @@ def tiling_vs_deepspeed() -> Measure:
 @click.option("--minutes", type=number, required=True, help="Nothing starts that would take longer.")
 @click.option("--out", type=path, required=True, help="The folder of the results.")
 @click.option("--machine", type=MACHINE, help="cpu runs the same list with tiny. [cuda]")
+@click.option("--again", metavar="NAME", multiple=True, help="Measure this item anew; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per row.")
-def gpu(minutes: float, out: Path, machine: str | None, as_json: bool) -> None:
+def gpu(minutes: float, out: Path, machine: str | None, again: tuple[str, ...], as_json: bool) -> None:
     """Measure a list of figures on a GPU, one line of JSON each; skip those that are in the folder."""
     from lab.bench.gpu import measure_gpu, row_text
 
     with status("gpu") as say:
-        for row in measure_gpu(out, minutes, say, _note, machine=machine):
+        for row in measure_gpu(out, minutes, say, _note, machine=machine, again=again):
             click.echo(json.dumps(row) if as_json else row_text(row))
 
 
@@ -162,6 +163,18 @@ def gpu_plans(machine: DeviceType) -> None:
             if item.kind in ("hollow", "rehearse"):
                 say(item.name)
                 make_plans(item if machine == "cuda" else item.small(), machine)
+
+
+@prints_rows(bench)
+@click.argument("folder", type=path, required=False)
+def results(folder: Path | None) -> Measure:
+    """Plan again what GPUs measured, and compare: bytes, reserved bytes, and seconds.
+
+    FOLDER has the results of ``lab bench gpu``; without it, they are those that the lab has.
+    """
+    from lab.bench.replanned import replan
+
+    return partial(replan, folder, _note)
 
 
 @prints_rows(bench)

@@ -14,6 +14,7 @@ from lab.commands.base import (
     DOES_NOT_FIT,
     DTYPE,
     JSON,
+    LAYERS,
     LORA,
     RECIPE,
     ROWS,
@@ -110,6 +111,7 @@ EXPORTS = {"chrome_trace": "write_chrome_trace", "memory_snapshot": "write_memor
 @TOKENS
 @RECIPE
 @SET
+@LAYERS
 @_memory_options(None)
 @DISK
 @click.option(

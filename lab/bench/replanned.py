@@ -1,0 +1,79 @@
+"""``lab bench results``: what a GPU measured, and a plan of each of these steps, made now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.bench.gpu_items import ITEMS, Item
+from lab.bench.gpu_row import jobs
+from lab.bench.json_lines import Note
+from lab.bench.results import FOLDER, measured_rows
+from lab.bench.table import Row, Say
+from lab.errors import LabError
+from lab.planning.cuda_workspace import outside_workspace
+from lab.planning.hardware import make_machine, of_name
+from lab.planning.plan import plan_job
+from lab.recipe.jobs import Machine
+from lab.rehearsing.rehearsal import seconds_alone
+from lab.units import GiB
+
+KINDS = ("rehearse", "hidden", "hollow")
+"""The kinds of items that measure a training step."""
+
+
+def replan(folder: Path | None, note: Note, say: Say, *, items: Sequence[Item] = ITEMS) -> Iterator[Row]:
+    """Plan each step that the files in a folder have, and yield a row for it: measured figures and ratios.
+
+    Rows that failed are left out. A figure that an item does not measure is None: a "hidden" item measures
+    seconds alone, and a "hollow" one bytes alone.
+
+    - "planned / peak" has the bytes that torch's allocator counts, without NCCL's buffers and CUDA's context,
+      which torch does not see. "printed / peak" has the device peak that `lab plan` prints, with them.
+    - "planned / reserved" has what torch's allocator reserves in the simulation, with the item's segments.
+    - "planned / seconds" has the planned seconds without the waits for links, because a rehearsal has no
+      peers; with the rates of this GPU, and None if the hardware table does not have it.
+
+    Args:
+        folder: The folder of the files; None for the lab's own results.
+        note: Reports each line of the files that is left out.
+        say: Shows what is planned now.
+        items: The items; rows of others are left out.
+
+    Raises:
+        LabError: A file cannot be read, or there is no row of a training step on a GPU.
+    """
+    found = [
+        (machine, item, rows[item.name])
+        for machine, rows in measured_rows(note, folder or FOLDER).items()
+        for item in items
+        if item.kind in KINDS and item.name in rows and not rows[item.name].get("failed")
+    ]
+    if not found:
+        raise LabError(
+            f"{folder} has no row of a training step on a GPU: `lab bench gpu --minutes 9 --out {folder}` "
+            "measures them"
+        )
+    for machine, item, row in found:
+        say(item.name)
+        yield {"step": item.name, **_compared(item, row, of_name(machine)), "machine": machine}
+
+
+def _compared(item: Item, row: dict[str, Any], device: str | None) -> Row:
+    _, job = jobs(item)
+    plan = plan_job(job, make_machine(device=device or Machine.device))
+    outside = outside_workspace(job.ranks)
+    peak, reserved = row.get("device_peak"), row.get("reserved_peak")
+    seconds = row.get("seconds", row.get("step s"))
+    planned_reserved = plan.reserved_peak(expandable=item.expandable)
+    assert planned_reserved is not None, "the plan has the workspace of a GPU"
+    return {
+        "peak, GiB": peak and peak / GiB,
+        "planned / peak": peak and (plan.timeline.device_peak - outside) / peak,
+        "printed / peak": peak and plan.device_peak / peak,
+        "reserved, GiB": reserved and reserved / GiB,
+        "planned / reserved": reserved and (planned_reserved - outside) / reserved,
+        "seconds": seconds,
+        "planned / seconds": seconds_alone(plan) / seconds if seconds and device else None,
+    }
