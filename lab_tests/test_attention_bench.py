@@ -26,6 +26,24 @@ def only(monkeypatch):
     return put
 
 
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_the_memory_order_of_the_gradient_is_the_one_asked_for(heads_first):
+    """And the call before has the other one, at the same shapes, if heads come first."""
+    calls = []
+
+    def backward(grad_out, *rest, **settings):
+        calls.append((grad_out.shape[2], grad_out.stride(1) > grad_out.stride(2)))
+        return flash_backward(grad_out, *rest, **settings)
+
+    figures = attention.measure_kernel(
+        Kernel(flash_forward, backward), 40, torch.device("cpu"), heads=6, kv_heads=2,
+        heads_first=heads_first, repeats=0,
+    )  # fmt: skip
+    assert calls == [(40, False), (40, heads_first)]
+    assert figures["worst error"] < 1e-3
+    assert figures["/ matmul"] is None, "products were timed once"
+
+
 def test_a_row_for_each_kernel_that_is_here_and_each_length():
     said = CliRunner().invoke(main, ["bench", "attention", "--tokens", "96", "--tokens", "33", "--json"])
     assert said.exit_code == 0

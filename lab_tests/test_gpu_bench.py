@@ -154,6 +154,10 @@ def test_an_item_is_measured_again(tmp_path, instant_rows):
     rows = read_lines(tmp_path / "cpu.jsonl", pytest.fail)
     assert [row["name"] for row in rows] == [FEW[0].name, FEW[1].name, FEW[1].name]
     assert rows[1]["time"] <= before <= rows[2]["time"]
+    _, notes = measure(tmp_path, minutes=1.5, again=[FEW[0].name, FEW[1].name])
+    assert notes == [
+        f"1 of 2 are not measured yet and take about 1 min: --again '{FEW[1].name}' goes on with them"
+    ]
     with pytest.raises(LabError, match="no item is named 'copies'; the nearest names are 'copies gib=1', "):
         measure(tmp_path, again=["copies"])
 
@@ -353,6 +357,23 @@ def test_a_rehearsal_and_its_recipe_and_its_plans_are_found_by_the_row(tmp_path,
     assert gpu_row.figures(item, "cpu")["plans made in the row"] == 0
 
 
+@pytest.mark.parametrize("expandable", [True, False])
+def test_a_row_has_the_planned_reserved_bytes_of_its_segments(monkeypatch, expandable):
+    item = Item("rehearse", 1, "tiny", 64, 1, "upipe", steps=0, expandable=expandable)
+    plan = lab.plan("tiny", "upipe", tokens=64, ranks=8, layers=1)
+    monkeypatch.setattr(
+        gpu_row,
+        "rehearse",
+        lambda *_, **__: SimpleNamespace(
+            plan=plan, to_json=lambda: {"machine": "", "recipe": {}, "planned_seconds": 1}
+        ),
+    )
+    row = gpu_row.figures(item, "cpu")
+    assert row["planned_reserved_peak"] == plan.reserved_peak(expandable=expandable)
+    assert "planned_seconds" not in row, "nothing says what a step takes on this CPU"
+    assert plan.reserved_peak(expandable=True) != plan.reserved_peak(expandable=False)
+
+
 def test_compiling_is_measured_where_the_row_is(monkeypatch):
     """On a machine that has a GPU too, by a stand-in."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -446,8 +467,10 @@ def test_kernels_are_right_at_their_edges(monkeypatch):
     assert len(found["errors"]) == 43
     flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert len(found["operators"]) == 42
-    assert found["operators"]["torch D=64 1 query of 129 keys"] == "matrix products"
-    assert found["operators"]["torch D=64 129 tokens, window of 2"] == f"{flash}, {flash}_backward"
+    of = {name.removeprefix("torch D=64 "): operators for name, operators in found["operators"].items()}
+    assert of["1 query of 129 keys"] == "aten::bmm"
+    assert of["64 queries of 129 keys"] == f"{flash}, {flash}_backward"
+    assert of["documents of (1, 5, 1, 2, 120)"] == f"{flash}, {flash}_backward, aten::bmm"
     assert 0 < found["worst"] < 1e-6
     monkeypatch.setitem(KERNELS, "torch", KERNELS["torch"]._replace(backward=swapped_backward))
     assert measure_edges("cpu")["worst"] > 0.1
@@ -467,6 +490,7 @@ def test_no_technique_changes_a_gradient():
     assert not {"checkpoint", "upipe"} & {*found["distances"]}, "a run is not compared with itself"
     assert 0 < found["worst"] == max(found["distances"].values()) < 1e-4
     assert found["floor"] == 0, "on a CPU, sums have one order"
+    assert found["floors"] == {"checkpoint": 0, "upipe": 0}
 
 
 def test_the_worst_gradient_has_its_name_and_the_floor_is_that_of_equal_recipes(monkeypatch):
@@ -485,9 +509,9 @@ def test_the_worst_gradient_has_its_name_and_the_floor_is_that_of_equal_recipes(
 
     monkeypatch.setattr(gradients_bench, "_gradients", gradients)
     found = gradients_bench.measure_gradients("tiny", 128, 2, 8, "cpu")
-    assert found["floor"] == 0.25
+    assert (found["floors"], found["floor"]) == ({"checkpoint": 0, "upipe": 0.25}, 0.25)
     assert isnan(found["worst"])
-    assert found["worst of"] == "tiling: second"
+    assert found["worst parameter"] == "tiling: second"
 
 
 # ---- refused in one line ---------------------------------------------------------------------------------

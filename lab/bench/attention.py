@@ -94,14 +94,19 @@ def measure_kernel(
 
     The first run gives the errors, and the most bytes that forward and backward allocate (None on CPU).
     ``repeats`` more runs give the seconds, as medians. With ``repeats=0`` the first run gives the seconds
-    too. With ``heads_first``, heads come first in the memory of the gradient of the output, and not tokens.
+    too, and there is no "/ matmul": one call after a pause is no measure of products.
+
+    With ``heads_first``, the first call has the whole length, and a gradient of the output with tokens first
+    in memory; in all later calls heads come first. A kernel that keeps what it built for the strides of q, k
+    and v must not use it then.
     """
     q, k, v, dout = attention_inputs(device, 1, (heads, kv_heads), HEAD_DIM, tokens, tokens)
+    # At its first call a kernel makes plans and handles, which no figure should include.
+    length = tokens if heads_first else FIRST_TOKENS
+    first_dout, first_q, first_k, first_v = (x[:, :, :length] for x in (dout, q, k, v))
+    kernel.backward(first_dout, first_q, first_k, first_v, *kernel.forward(first_q, first_k, first_v))
     if heads_first:
         dout = dout.contiguous()
-    # At its first call a kernel makes plans and handles, which no figure should include.
-    first_dout, first_q, first_k, first_v = (x[:, :, :FIRST_TOKENS] for x in (dout, q, k, v))
-    kernel.backward(first_dout, first_q, first_k, first_v, *kernel.forward(first_q, first_k, first_v))
     (out, lse), forward_once, forward_bytes = _measure_once(lambda: kernel.forward(q, k, v), device)
     gradients, backward_once, backward_bytes = _measure_once(
         lambda: kernel.backward(dout, q, k, v, out, lse), device
@@ -130,8 +135,8 @@ def measure_kernel(
     shares = [rate * turn[-1] / products_flops for rate, turn in zip(rates, turns, strict=True)]
     forward, backward, _ = map(median, zip(*turns, strict=True))
     figures = (
-        forward, backward, median(rates) / 1e12, median(shares), float(worst), forward_bytes,
-        backward_bytes,
+        forward, backward, median(rates) / 1e12, median(shares) if repeats else None, float(worst),
+        forward_bytes, backward_bytes,
     )  # fmt: skip
     return dict(zip(FIGURES, figures, strict=True))
 

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from lab.bench.attention import attention_inputs, random_tensors
 from lab.bench.timing import seconds
 from lab.techniques.attention.documents import Documents, documents_kernel
-from lab.techniques.attention.kernel import Kernel
+from lab.techniques.attention.kernel import Gradients, Kernel
 from lab.techniques.attention.kernels import FASTEST_FIRST, KERNELS, kernel_support, missing_requirement
 from lab.techniques.attention.window import windowed_kernel
 from lab.techniques.experts import grouped_outer_product, grouped_product, grouped_sum
@@ -102,9 +102,8 @@ def measure_edges(where: str) -> dict[str, Any]:
     """Return the worst relative error of the output and the gradients of each case, by the name of the case.
 
     Inputs are bf16 on CUDA and fp32 on CPU, and the same inputs in fp64 give what is right. "worst" is the
-    largest error, or NaN if one is NaN. A case that fails has its error as text. "operators" has those of
-    torch's attention that ran in a case, because a kernel leaves some cases to another one: matrix products
-    compute one query and one key.
+    largest error, or NaN if one is NaN. A case that fails has its error as text. "operators" has those that
+    computed attention in a case: a kernel leaves some calls to matrix products (``bmm``).
     """
     errors: dict[str, float | str] = {}
     operators: dict[str, str] = {}
@@ -115,11 +114,10 @@ def measure_edges(where: str) -> dict[str, Any]:
         for head_dim in (128, 64, 20):
             if missing_requirement(name, support, head_dim) is None:
                 for case_name, case in CASES.items():
-                    run = partial(case.error, KERNELS[name], head_dim, device)
-                    label = f"{name} D={head_dim} {case_name}"
-                    with _Operators() as seen:
-                        errors[label] = _outcome(run)
-                    operators[label] = ", ".join(sorted(seen.names)) or "matrix products"
+                    label, seen = f"{name} D={head_dim} {case_name}", _Operators()
+                    run = partial(case.error, seen.watch(KERNELS[name]), head_dim, device)
+                    errors[label] = _outcome(run)
+                    operators[label] = ", ".join(sorted(seen.names)) or "none of torch"
         if missing_requirement(name, support, 128) is None:
             times = [seconds(partial(_run, KERNELS[name], Case(tokens), device)) for tokens in NEW_LENGTHS]
             new_length_seconds[f"{name}, s a new length"] = sum(times) / len(times)
@@ -132,11 +130,24 @@ def measure_edges(where: str) -> dict[str, Any]:
 
 
 class _Operators(DispatchMode):
-    """Collects the names of the attention operators that run in it."""
+    """Collects the names of the operators that compute attention."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
+
+    def watch(self, kernel: Kernel) -> Kernel:
+        """Return the kernel, with this mode on while it computes."""
+
+        def forward(*tensors: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+            with self:
+                return kernel.forward(*tensors, **settings)
+
+        def backward(*tensors: Tensor, **settings: Any) -> Gradients:
+            with self:
+                return kernel.backward(*tensors, **settings)
+
+        return Kernel(forward, backward)
 
     def __torch_dispatch__(
         self,
@@ -145,7 +156,7 @@ class _Operators(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if "attention" in func.name():
+        if any(part in func.name() for part in ("attention", "attn", "flash", "bmm")):
             self.names.add(func.name())
         return func(*args, **(kwargs or {}))
 

@@ -83,9 +83,11 @@ def measure_gpu(
     """
     if not (minutes > 0 and math.isfinite(minutes)):
         raise LabError(f"minutes={minutes:g}: it takes a number above 0, for instance 25")
-    for name in sorted({*again} - {item.name for item in items}):
-        near = get_close_matches(name, [item.name for item in items], n=3, cutoff=0)
-        raise LabError(f"no item is named {name!r}; the nearest names are {', '.join(map(repr, near))}")
+    names = [item.name for item in items]
+    unknown = next((name for name in again if name not in names), None)
+    if unknown is not None:
+        near = ", ".join(map(repr, get_close_matches(unknown, names, n=3, cutoff=0)))
+        raise LabError(f"no item is named {unknown!r}; the nearest names are {near}")
     items = [item for item in items if not again or item.name in again]
     deadline = time.monotonic() + 60 * minutes
     where, machine_name, torch = _find_machine(machine)
@@ -125,12 +127,13 @@ def measure_gpu(
             append(row := {**fields, **expected, **figures})
             done.add(name)
             yield row
-    missing = [item for name, item in scaled.items() if name not in done]
+    missing = {name: item.seconds for name, item in scaled.items() if name not in done}
     if missing:
-        needed = sum(item.seconds for item in missing) / 60
+        needed = sum(missing.values()) / 60
+        how = f"--again {' --again '.join(map(repr, missing))}" if again else "the same command"
         note(
             f"{len(missing)} of {len(scaled)} are not measured yet and take about {needed:.0f} min: "
-            "the same command goes on with them"
+            f"{how} goes on with them"
         )
 
 

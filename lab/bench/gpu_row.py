@@ -27,10 +27,10 @@ from lab.bench.hollow import hollow_attention
 from lab.bench.software import versions
 from lab.errors import LabError
 from lab.models.small_copies import first_layers
-from lab.planning.hardware import make_machine
+from lab.planning.hardware import make_machine, of_name
 from lab.planning.plan import plan_job
 from lab.planning.plan_cache import folder
-from lab.recipe.jobs import Job, make_job
+from lab.recipe.jobs import Job, Machine, make_job
 from lab.rehearsing.rehearse import DeviceType, machine_for, rehearse
 from lab.techniques.host_transfer import PINNED_MEMORY
 from lab.torch_private import set_expandable_segments
@@ -91,9 +91,13 @@ def jobs(item: Item) -> tuple[Job, Job]:
 
 def _rehearse(item: Item, where: DeviceType) -> dict[str, Any]:
     settings: dict[str, Any] = {"layers": item.layers, "steps": item.steps, "machine": where}
-    rehearsal = rehearse(item.model, item.recipe, **settings, **_asked(item))
+    device = of_name(torch.cuda.get_device_name()) if where == "cuda" else None
+    rehearsal = rehearse(item.model, item.recipe, device=device or Machine.device, **settings, **_asked(item))
     row = rehearsal.to_json()
     row["planned_reserved_peak"] = rehearsal.plan.reserved_peak(expandable=item.expandable)
+    if device is None:
+        # The hardware table does not have its rates.
+        del row["planned_seconds"]
     # The row has the name of the machine already, and the name of the recipe in "recipe".
     del row["machine"]
     return row | {"recipe": item.recipe, "recipe_knobs": row["recipe"]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +35,8 @@ def measure_gradients(
 
     A distance is that of the parameter for which it is largest. The gradients are those of a second backward
     pass, in which a race in the transfers to the host would show. "worst" is the largest of all distances, or
-    NaN if one is NaN, and "worst of" is its recipe and parameter. The first recipe of a group runs twice:
-    "floor" is the largest distance between two such runs, which differ by the order of additions alone.
+    NaN if one is NaN, and "worst parameter" is where it is. The first recipe of a group runs twice: "floors"
+    has the distances between the two runs by its name, and "floor" is the larger one.
     """
     part = first_layers(model, layers, config=models.config_of(model))
 
@@ -49,25 +48,21 @@ def measure_gradients(
 
     distances: dict[str, float] = {}
     floors: dict[str, float] = {}
-    worst_of: dict[str, str] = {}
+    parameters: dict[str, str] = {}
     for first, *others in GROUPS:
         expected = gradients(*first)
         floors[first[0]], _ = _distance(gradients(*first), expected)
         for name, knobs in others:
             label = " ".join((name, *(f"{knob}={value}" for knob, value in knobs.items())))
-            distances[label], worst_of[label] = _distance(gradients(name, knobs), expected)
-    worst, floor = (max(values, key=partial(_order, values)) for values in (distances, floors))
+            distances[label], parameters[label] = _distance(gradients(name, knobs), expected)
+    worst = max(distances, key=lambda label: (math.isnan(distances[label]), distances[label]))
     return {
         "distances": distances,
         "worst": distances[worst],
-        "worst of": f"{worst}: {worst_of[worst]}",
-        "floor": floors[floor],
+        "worst parameter": f"{worst}: {parameters[worst]}",
+        "floors": floors,
+        "floor": float(torch.tensor([*floors.values()]).max()),
     }
-
-
-def _order(values: dict[str, float], label: str) -> tuple[bool, float]:
-    """Order NaN last."""
-    return math.isnan(values[label]), values[label]
 
 
 def _distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:

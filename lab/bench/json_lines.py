@@ -102,6 +102,9 @@ def _type_error(row: Mapping[str, Any]) -> str | None:
         if not isinstance(row.get(name), str | None):
             return f"{name!r} is not a text"
     for name in _FIGURES:
-        if isinstance(row.get(name), bool) or not isinstance(row.get(name), int | float | None):
-            return f"{name!r} is not a number"
+        value = row.get(name)
+        # Also false for NaN. More than 10^18 bytes or seconds are no measurement.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value < 1e18):
+            return f"{name!r} is not a number above 0"
     return None

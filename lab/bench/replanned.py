@@ -9,13 +9,13 @@ from typing import Any
 from lab.bench.gpu_items import ITEMS, Item
 from lab.bench.gpu_row import jobs
 from lab.bench.json_lines import Note
-from lab.bench.results import FOLDER, measured_rows
+from lab.bench.results import measured_rows, software
 from lab.bench.table import Row, Say
 from lab.errors import LabError
 from lab.planning.cuda_workspace import outside_workspace
 from lab.planning.hardware import make_machine, of_name
 from lab.planning.plan import plan_job
-from lab.recipe.jobs import Machine
+from lab.recipe.jobs import Job, Machine
 from lab.rehearsing.rehearsal import seconds_alone
 from lab.units import GiB
 
@@ -23,11 +23,12 @@ KINDS = ("rehearse", "hidden", "hollow")
 """The kinds of items that measure a training step."""
 
 
-def replan(folder: Path | None, note: Note, say: Say, *, items: Sequence[Item] = ITEMS) -> Iterator[Row]:
+def replan(folder: Path, note: Note, say: Say, *, items: Sequence[Item] = ITEMS) -> Iterator[Row]:
     """Plan each step that the files in a folder have, and yield a row for it: measured figures and ratios.
 
-    Rows that failed are left out. A figure that an item does not measure is None: a "hidden" item measures
-    seconds alone, and a "hollow" one bytes alone.
+    Rows that failed are left out; so are those whose recipe has other knobs now, with a note. A figure that
+    an item does not measure is None: a "hidden" item measures seconds alone, and a "hollow" one bytes alone.
+    The seconds of a "first step" include the pinning of host memory, and the first call of each kernel.
 
     - "planned / peak" has the bytes that torch's allocator counts, without NCCL's buffers and CUDA's context,
       which torch does not see. "printed / peak" has the device peak that `lab plan` prints, with them.
@@ -36,32 +37,43 @@ def replan(folder: Path | None, note: Note, say: Say, *, items: Sequence[Item] =
       peers; with the rates of this GPU, and None if the hardware table does not have it.
 
     Args:
-        folder: The folder of the files; None for the lab's own results.
-        note: Reports each line of the files that is left out.
+        folder: The folder of the files.
+        note: Reports each line of the files, and each row, that is left out.
         say: Shows what is planned now.
         items: The items; rows of others are left out.
 
     Raises:
-        LabError: A file cannot be read, or there is no row of a training step on a GPU.
+        LabError: There is no such folder, a file cannot be read, or no row is of a training step on a GPU.
     """
+    if not folder.is_dir():
+        raise LabError(f"{folder} is not a folder: give one in which `lab bench gpu` has written rows")
     found = [
         (machine, item, rows[item.name])
-        for machine, rows in measured_rows(note, folder or FOLDER).items()
+        for machine, rows in measured_rows(note, folder).items()
         for item in items
         if item.kind in KINDS and item.name in rows and not rows[item.name].get("failed")
     ]
-    if not found:
+    compared = 0
+    for machine, item, row in found:
+        say(item.name)
+        _, job = jobs(item)
+        now, then = job.recipe.to_json(), row.get("recipe_knobs")
+        changed = [knob for knob in now if isinstance(then, dict) and then.get(knob, now[knob]) != now[knob]]
+        if changed:
+            note(f"{item.name} had another {', '.join(changed)}: it is left out")
+        else:
+            compared += 1
+            step = item.name if row.get("timed_steps") != 0 else f"{item.name}, first step"
+            where = f"{machine}, {software(row)}"
+            yield {"step": step, **_compared(item, row, job, of_name(machine)), "machine": where}
+    if not compared:
         raise LabError(
             f"{folder} has no row of a training step on a GPU: `lab bench gpu --minutes 9 --out {folder}` "
             "measures them"
         )
-    for machine, item, row in found:
-        say(item.name)
-        yield {"step": item.name, **_compared(item, row, of_name(machine)), "machine": machine}
 
 
-def _compared(item: Item, row: dict[str, Any], device: str | None) -> Row:
-    _, job = jobs(item)
+def _compared(item: Item, row: dict[str, Any], job: Job, device: str | None) -> Row:
     plan = plan_job(job, make_machine(device=device or Machine.device))
     outside = outside_workspace(job.ranks)
     peak, reserved = row.get("device_peak"), row.get("reserved_peak")

@@ -21,7 +21,8 @@ GAP = "not measured yet"
 
 SHOWN = (
     "TFLOP/s", "/ matmul", "worst error", "worst", "to host GB/s", "from host GB/s", "to host hidden",
-    "from host hidden", "norm compiled / not", "MLP compiled / not", "floor",
+    "from host hidden", "norm compiled / not", "MLP compiled / not", "floor", "cudnn, s a new length",
+    "torch, s a new length",
 )  # fmt: skip
 """The figures in the last column, if a row has them."""
 
@@ -29,8 +30,9 @@ SHOWN = (
 def measured_rows(note: Note, folder: Path = FOLDER) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the rows in the files of ``folder`` by the name of the GPU, and then by that of the item.
 
-    Rows of a CPU are left out. If a GPU has two rows of an item, the one with the later "time" counts. Rows
-    without a time are the oldest, in the order of the names of their files.
+    Rows of a CPU are left out. If a GPU has two rows of an item, one with figures counts before one that
+    failed, and then the one with the later "time". Rows without a time are the oldest, in the order of the
+    names of their files.
 
     Args:
         note: Reports each line that is left out.
@@ -39,11 +41,11 @@ def measured_rows(note: Note, folder: Path = FOLDER) -> dict[str, dict[str, dict
     Raises:
         LabError: A file cannot be read.
     """
-    machines: dict[str, dict[str, dict[str, Any]]] = {}
     rows = [row for file in sorted(folder.glob("*.jsonl")) for row in read_lines(file, note)]
-    for row in sorted(rows, key=lambda row: row.get("time") or 0):
-        if row.get("machine") not in (None, "CPU"):
-            machines.setdefault(row["machine"], {})[row.get("name") or ""] = row
+    rows = [row for row in rows if row.get("machine") not in (None, "CPU")]
+    machines: dict[str, dict[str, dict[str, Any]]] = {row["machine"]: {} for row in rows}
+    for row in sorted(rows, key=lambda row: (not row.get("failed"), row.get("time") or 0)):
+        machines[row["machine"]][row.get("name") or ""] = row
     return machines
 
 
@@ -69,19 +71,19 @@ def results_text(note: Note, *, folder: Path = FOLDER, items: Sequence[Item] = I
 
 def _table(by_item: dict[str, dict[str, Any]], items: Sequence[Item]) -> str:
     table = Table("measured on a GPU", "seconds", "peak, GiB", "planned / peak", "else", box=SIMPLE_HEAD)
-    software = {item.name: _software(by_item[item.name]) for item in items if item.name in by_item}
-    versions = list(dict.fromkeys(software.values()))
+    by_name = {item.name: software(by_item[item.name]) for item in items if item.name in by_item}
+    versions = list(dict.fromkeys(by_name.values()))
     for item in items:
         mark = ""
-        if len(versions) > 1 and item.name in software:
-            mark = f" ({versions.index(software[item.name]) + 1})"
+        if len(versions) > 1 and item.name in by_name:
+            mark = f" ({versions.index(by_name[item.name]) + 1})"
         table.add_row(item.name + mark, *_cells(by_item.get(item.name)))
     marks = [""] if len(versions) == 1 else [f"({number}) " for number in range(1, len(versions) + 1)]
     lines = (f"  {mark}with {version}" for mark, version in zip(marks, versions, strict=True))
     return "\n".join([table_text(table), *lines])
 
 
-def _software(row: dict[str, Any]) -> str:
+def software(row: dict[str, Any]) -> str:
     """Return the versions of a row. A row whose process was ended has the version of torch only."""
     torch = row.get("torch")
     return row.get("versions") or (f"torch {torch}" if torch else "unknown versions")

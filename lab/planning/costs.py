@@ -2,7 +2,7 @@
 
 A plan records the work of each operator (``work_counter.py``), and ``price`` turns it into seconds. The
 estimate is a sum over the operators of a step, one after the other on the device, each at the rate that
-the table in ``hardware.py`` gives for its kind. Copies between device and host run at the same time, because
+the hardware table gives for its kind. Copies between device and host run at the same time, because
 offload prefetches; so do all-to-alls that are waited for later (UPipe's overlap, a ring's steps). The device
 waits for operators on tensors in host memory (clipping and Adam of an optimizer on the host), which run at
 the rate of host memory, ``HOST_MEMORY``. A disk in place of host memory runs at the same time as all of it.

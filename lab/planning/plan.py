@@ -460,12 +460,15 @@ def plan(
         shape=shape_of(model, dtype),
         **knobs,
     )
-    if layers is not None:
-        # Its import is that of transformers, which a known answer does not need.
-        from lab.models.small_copies import first_layers
+    if layers is None:
+        return plan_job(job, machine)
+    # Its import is that of transformers, which a known answer does not need.
+    from lab.models.small_copies import first_layers
 
-        job = replace(job, model=first_layers(model, layers, config=models.config_of(model, dtype)))
-    return plan_job(job, machine)
+    config = models.config_of(model, dtype)
+    part = plan_job(replace(job, model=first_layers(model, layers, config=config)), machine)
+    note = f"the first {layers} of {config.num_hidden_layers} layers of {job.title}"
+    return replace(part, notes=(note, *part.notes))
 
 
 def plan_job(job: Job, machine: Machine) -> Plan:

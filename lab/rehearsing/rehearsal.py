@@ -187,7 +187,7 @@ class Rehearsal(Measured):
             "host_peak": self.host_peak,
             "disk_peak": self.disk_peak,
             "planned_device_peak": self.plan.device_peak,
-            "planned_reserved_peak": self.plan.reserved_peak(),
+            "planned_host_peak": self.plan.host_peak,
             "planned_seconds": seconds_alone(self.plan),
             "plan_over_measured": self.plan_over_measured,
             "peak": {"op": peak.op, "shapes": peak.shapes, "module": peak.module, "phase": peak.phase},

@@ -165,16 +165,28 @@ def gpu_plans(machine: DeviceType) -> None:
                 make_plans(item if machine == "cuda" else item.small(), machine)
 
 
-@prints_rows(bench)
+@bench.command()
 @click.argument("folder", type=path, required=False)
-def results(folder: Path | None) -> Measure:
-    """Plan again what GPUs measured, and compare: bytes, reserved bytes, and seconds.
+@JSON
+def results(folder: Path | None, as_json: bool) -> None:
+    """Show what GPUs measured; plan each step again, and compare bytes, reserved bytes and seconds.
 
-    FOLDER has the results of ``lab bench gpu``; without it, they are those that the lab has.
+    FOLDER has the results of ``lab bench gpu``; without it, they are those that come with the lab.
     """
     from lab.bench.replanned import replan
+    from lab.bench.results import FOLDER, results_text
+    from lab.bench.table import rows_text
 
-    return partial(replan, folder, _note)
+    folder = folder or FOLDER
+    with status("results") as say:
+        rows = [*replan(folder, _note, say)]
+    if as_json:
+        click.echo(rows_text(rows, as_json=True))
+        return
+    machines = dict.fromkeys(row["machine"] for row in rows)
+    by_machine = [[row for row in rows if row["machine"] == machine] for machine in machines]
+    texts = [rows_text(part, as_json=False) for part in by_machine]
+    click.echo("\n\n".join([results_text(lambda _: None, folder=folder), *texts]))
 
 
 @prints_rows(bench)
