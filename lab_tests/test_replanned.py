@@ -48,14 +48,15 @@ def test_each_measured_step_is_planned_again(tmp_path):
         tmp_path,
         {"name": STEP.name, "machine": H100, "seconds": 8 * seconds_alone(step), **bytes_of_step},
         {"name": FIXED.name, "machine": H100, "device_peak": torchs_own(fixed), "reserved_peak": fixed_bytes},
-        {"name": HIDDEN.name, "machine": H100, "step s": 5 * seconds_alone(hidden)},
+        {"name": HIDDEN.name, "machine": H100, "step s": 5 * seconds_alone(hidden), "timed_steps": 0},
         {"name": HIDDEN.name, "machine": "NVIDIA X", "step s": 1.5, "versions": "torch 9, lab ab"},
         {"name": STEP.name, "machine": "NVIDIA X", "failed": "out of memory", "device_peak": 1},
         {"name": "another", "machine": "NVIDIA X", "seconds": 1},
     )
     said = []
     rows = [*replan(tmp_path, pytest.fail, said.append, items=(STEP, FIXED, HIDDEN))]
-    assert said == [row["step"] for row in rows] == [STEP.name, FIXED.name, HIDDEN.name, HIDDEN.name]
+    assert said == [STEP.name, FIXED.name, HIDDEN.name, HIDDEN.name]
+    assert [row["step"] for row in rows] == [*said[:2], f"{HIDDEN.name}, first step", said[3]]
     assert rows[0] == {
         "step": STEP.name,
         "peak, GiB": 2 * torchs_own(step) / 2**30,

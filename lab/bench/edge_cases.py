@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from lab.bench.attention import attention_inputs, random_tensors
 from lab.bench.timing import seconds
@@ -149,13 +148,7 @@ class _Operators(DispatchMode):
 
         return Kernel(forward, backward)
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(part in func.name() for part in ("attention", "attn", "flash", "bmm")):
             self.names.add(func.name())
         return func(*args, **(kwargs or {}))
