@@ -321,7 +321,10 @@ def test_both_copied_texts_make_the_same_recipe(
     assert said["workspace"] is tuner.state.workspace
 
 
-UNSAID = ("rows", "accumulate", "ranks_per_node", "device", "disk", "disk_rate", "lora", "documents", "dtype")
+UNSAID = (
+    "layers", "rows", "accumulate", "ranks_per_node", "device", "disk", "disk_rate", "lora", "documents",
+    "dtype",
+)  # fmt: skip
 """What the command line gives and a tuner does not know."""
 
 
