@@ -33,6 +33,7 @@ from lab.commands.cli import main
 from lab.errors import LabError
 from lab.memory import cuda
 from lab.planning.plan_cache import sources_hash
+from lab.rehearsing.rehearsal import seconds_alone
 from lab.techniques.attention.flash import flash_backward
 from lab.techniques.attention.kernels import KERNELS
 from lab_tests.support.long_run import mostly_long
@@ -358,19 +359,25 @@ def test_a_rehearsal_and_its_recipe_and_its_plans_are_found_by_the_row(tmp_path,
 
 
 @pytest.mark.parametrize("expandable", [True, False])
-def test_a_row_has_the_planned_reserved_bytes_of_its_segments(monkeypatch, expandable):
+def test_a_row_has_the_reserved_bytes_of_its_segments_and_the_seconds_of_its_gpu(monkeypatch, expandable):
     item = Item("rehearse", 1, "tiny", 64, 1, "upipe", steps=0, expandable=expandable)
     plan = lab.plan("tiny", "upipe", tokens=64, ranks=8, layers=1)
-    monkeypatch.setattr(
-        gpu_row,
-        "rehearse",
-        lambda *_, **__: SimpleNamespace(
-            plan=plan, to_json=lambda: {"machine": "", "recipe": {}, "planned_seconds": 1}
-        ),
-    )
+    asked = []
+
+    def rehearse(*_, device, **__):
+        asked.append(device)
+        return SimpleNamespace(plan=plan, to_json=lambda: {"machine": "", "recipe": {}})
+
+    monkeypatch.setattr(gpu_row, "rehearse", rehearse)
     row = gpu_row.figures(item, "cpu")
     assert row["planned_reserved_peak"] == plan.reserved_peak(expandable=expandable)
     assert "planned_seconds" not in row, "nothing says what a step takes on this CPU"
+    for name, device in (("NVIDIA L40S", "l40s"), ("NVIDIA X", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        asked.clear()
+        row = gpu_row._rehearse(item, "cuda")
+        assert asked == [device or "h100"]
+        assert row.get("planned_seconds") == (device and seconds_alone(plan))
     assert plan.reserved_peak(expandable=True) != plan.reserved_peak(expandable=False)
 
 
@@ -440,6 +447,13 @@ def test_the_share_of_copies_behind_kernels():
         "copies from host": 2, "from host s": 6e-6, "from host hidden": 0.5,
     }  # fmt: skip
     assert hidden_share([])["to host hidden"] is None
+
+
+def test_a_row_of_a_profile_without_events_is_read(tmp_path):
+    """A CPU's; otherwise it is measured again at each run."""
+    row = {"name": "hidden", "machine": "CPU", **hidden_share([])}
+    (tmp_path / "cpu.jsonl").write_text(json.dumps(row) + "\n")
+    assert read_lines(tmp_path / "cpu.jsonl", pytest.fail) == [row]
 
 
 def test_a_profile_without_kernels_on_a_gpu_is_no_result(monkeypatch):

@@ -22,7 +22,7 @@ from lab.memory.cuda import History
 from lab.planning.cuda_workspace import nccl_workspace, outside_workspace
 from lab.planning.plan import Plan
 from lab.recipe.ladder import RECIPE_NAMES, RUNGS
-from lab.rehearsing.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge, seconds_alone
+from lab.rehearsing.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge
 from lab.rehearsing.rehearse import _beyond, _capped, _limit
 from lab.units import GiB
 from lab_tests.support.commands import answer, invoke, refusal
@@ -187,7 +187,7 @@ def test_the_report_says_what_the_allocator_did_and_which_limit_it_had() -> None
     assert "reserved      3.00 GiB (retries: 5), 1.00 GiB outside torch\n" in text
     said = on_cuda.to_json()
     assert (said["reserved_peak"], said["alloc_retries"], said["device_memory"]) == (3 * GiB, 5, 79 * GiB)
-    assert said["planned_seconds"] == seconds_alone(on_cuda.plan) < on_cuda.plan.step_seconds
+    assert "planned_seconds" not in said, "they are an H100's, whatever was rehearsed on"
     row = _row("fsdp", TOKENS, {"fsdp": on_cuda})
     assert (row["reserved, GiB"], row["retries"]) == (3, 5)
 

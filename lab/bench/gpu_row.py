@@ -31,6 +31,7 @@ from lab.planning.hardware import make_machine, of_name
 from lab.planning.plan import plan_job
 from lab.planning.plan_cache import folder
 from lab.recipe.jobs import Job, Machine, make_job
+from lab.rehearsing.rehearsal import seconds_alone
 from lab.rehearsing.rehearse import DeviceType, machine_for, rehearse
 from lab.techniques.host_transfer import PINNED_MEMORY
 from lab.torch_private import set_expandable_segments
@@ -95,9 +96,9 @@ def _rehearse(item: Item, where: DeviceType) -> dict[str, Any]:
     rehearsal = rehearse(item.model, item.recipe, device=device or Machine.device, **settings, **_asked(item))
     row = rehearsal.to_json()
     row["planned_reserved_peak"] = rehearsal.plan.reserved_peak(expandable=item.expandable)
-    if device is None:
-        # The hardware table does not have its rates.
-        del row["planned_seconds"]
+    if device is not None:
+        # The hardware table has the rates of this GPU.
+        row["planned_seconds"] = seconds_alone(rehearsal.plan)
     # The row has the name of the machine already, and the name of the recipe in "recipe".
     del row["machine"]
     return row | {"recipe": item.recipe, "recipe_knobs": row["recipe"]}

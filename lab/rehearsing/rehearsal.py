@@ -188,7 +188,6 @@ class Rehearsal(Measured):
             "disk_peak": self.disk_peak,
             "planned_device_peak": self.plan.device_peak,
             "planned_host_peak": self.plan.host_peak,
-            "planned_seconds": seconds_alone(self.plan),
             "plan_over_measured": self.plan_over_measured,
             "peak": {"op": peak.op, "shapes": peak.shapes, "module": peak.module, "phase": peak.phase},
             "seconds": self.step_seconds,
