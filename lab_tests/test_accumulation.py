@@ -17,6 +17,7 @@ from lab.memory import stopwatch
 from lab.memory.timeline import Timeline
 from lab.planning import whole_step
 from lab.planning.allocator import simulate
+from lab.planning.hardware import hardware
 from lab.planning.micro_batches import WALKED, with_micro_batches
 from lab.planning.plan import plan_job
 from lab.recipe.jobs import Machine, make_job
@@ -153,7 +154,7 @@ def test_the_plan_of_many_micro_batches_is_that_of_all(monkeypatch, name):
     for walked in (99, WALKED):
         monkeypatch.setattr(whole_step, "WALKED", walked)
         step = whole_step.walk(job, workspace=True).steps[0]
-        timeline, costs = step.priced(machine, job.ranks)
+        timeline, costs = step.priced(hardware("h100"), machine, job.ranks)
         plans.append((timeline, costs, simulate(timeline)))
     (every, costs, allocator), (few, of_few, of_few_allocator) = plans
     assert len(few) < len(every) * 5 / 6

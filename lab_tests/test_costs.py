@@ -1,6 +1,7 @@
 """The costs of a step: exact numbers of operations and bytes, each against a formula."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,6 +118,20 @@ def test_a_ring_sends_to_one_rank(ring):
     sent = planned_costs(fsdp=True, ring=ring).link_bytes - planned_costs(fsdp=True).link_bytes
     kv = 2 * (S // ring) * K * D * FP32
     assert sent == L * ((ring - 1) * kv + (ring - 1) * kv + ring * kv)
+
+
+def test_copies_slow_computation_down():
+    """Seen red with the larger of the two alone."""
+    costs = Costs(device_seconds=3.0, host_seconds=2.0, host_bytes=8, slowed_seconds=0.5)
+    assert costs.seconds == 3.5
+    assert replace(costs, host_seconds=5.0).seconds == 5.0
+    assert replace(costs, disk_seconds=7.0).seconds == 7.0
+    h100 = hardware("h100")
+    # Copies of memory that is not pinned take longer, and slow computation down no more than others.
+    assert costs.with_pageable(h100, 0.5).slowed_seconds == 0.5
+    assert h100.copy_slowdown.value == 0.0366 / 0.3067
+    offload = planned_costs(checkpoint=True, offload="inputs")
+    assert offload.slowed_seconds == h100.copy_slowdown.value * offload.host_seconds > 0
 
 
 class Priced(WorkCounter):

@@ -536,7 +536,7 @@ def test_the_worst_gradient_has_its_name_and_the_floor_is_that_of_equal_recipes(
     [
         ("--minutes 0 --machine cpu", "minutes=0: it takes a number above 0, for instance 25"),
         ("--minutes nan --machine cpu", "minutes=nan: it takes a number above 0, for instance 25"),
-        ("--minutes 1", "torch sees no GPU here: --machine cpu runs the same list at the size of tiny"),
+        ("--minutes 1", "torch sees no GPU here: --machine cpu measures the CPU, at a small size"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(tmp_path, monkeypatch, words, said):

@@ -1,5 +1,9 @@
 """The table of devices, and the memory that CUDA takes and a meter does not see."""
 
+import json
+import os
+from math import inf, nan
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -49,18 +53,19 @@ def test_every_field_of_a_device_is_a_figure():
     devices = "a100 h100 h200 gh200 b200 b300 gb200 mi300x l40s rtx4090 rtx5090"
     assert set(HARDWARE) == {*devices.split()}
     for device in HARDWARE.values():
-        assert [n for n, f in vars(device).items() if not isinstance(f, Figure)] == ["name"]
+        others = [n for n, f in vars(device).items() if not isinstance(f, Figure)]
+        assert others == ["name", "kernel", "kernels"]
         assert (device.disk_write, device.disk_read) == (
             hardware("h100").disk_write,
             hardware("h100").disk_read,
         )
-    assert len(FIGURES) == 11 * 15 + 8
+    assert len(FIGURES) == 11 * 17 + 7
     assert len({device.name for device in HARDWARE.values()}) == 11
 
 
 def test_what_a_device_takes_from_another_says_so():
     """A source that two devices give for one field was measured on one of them at most."""
-    for field in vars(HARDWARE["h100"]).keys() - {"name", "disk_write", "disk_read"}:
+    for field in vars(HARDWARE["h100"]).keys() - {"name", "kernel", "kernels", "disk_write", "disk_read"}:
         sources = [vars(device)[field].source for device in HARDWARE.values()]
         for source in sources:
             assert sources.count(source) == 1 or "assumed" in source, (field, source)
@@ -100,10 +105,117 @@ def test_the_links_of_a_device():
 def test_an_unknown_device_is_refused_in_one_line():
     assert hardware("h100").name == "NVIDIA H100 SXM 80GB"
     names = "a100, b200, b300, gb200, gh200, h100, h200, l40s, mi300x, rtx4090, rtx5090"
-    with pytest.raises(LabError, match=rf"^no device named 'v100': the table has {names}$"):
+    with pytest.raises(
+        LabError, match=rf"^no device named 'v100': the table has {names}; a file of `lab bench"
+    ):
         hardware("v100")
     with pytest.raises(LabError, match="no device named 'H100'"):
         lab.plan("tiny", "plain", tokens=64, ranks=1, device="H100")
+
+
+def test_the_rates_of_kernels_by_length():
+    """Between two lengths they follow the logarithm of the length; seen red with the length itself."""
+    h100 = hardware("h100")
+    rates = h100.kernels["cudnn"]
+    assert rates.tokens == (2**16, 2**18, 2**20)
+    at = {n: h100.with_kernel("cudnn", n) for n in (4096, 2**16, 2**17, 2**18, 2**20, 5 * 2**20)}
+    forward = {n: device.attention_forward.value for n, device in at.items()}
+    assert [forward[n] for n in rates.tokens] == [*rates.forward]
+    assert forward[2**17] == pytest.approx((rates.forward[0] + rates.forward[1]) / 2)
+    assert (forward[4096], forward[5 * 2**20]) == (rates.forward[0], rates.forward[2])
+    assert at[2**20].attention_backward == Figure(rates.backward[2], "FLOP/s", rates.source)
+    assert (at[4096].kernel, at[4096].matmul) == ("cudnn", h100.matmul)
+    # The rate of FlashAttention-3 at one length is that of all.
+    assert h100.with_kernel("auto", 4096) == h100.with_kernel("flash-attn-3", 2**20) == h100
+    assert hardware("a100").kernels == {}
+    assert (
+        hardware("h200")
+        .kernels["torch"]
+        .source.startswith("as the H100, the same cores and links: lab bench")
+    )
+
+
+OF_KERNEL = {"tokens": [64, 128], "forward": [1e12, 2e12], "backward": [3e12, 4e12], "source": "here"}
+ENTRIES = {
+    "name": "mine", "like": "h100", "why": "not measured", "kernel": "torch", "kernels": {"torch": OF_KERNEL},
+}  # fmt: skip
+
+
+def test_a_file_is_a_device(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(ENTRIES | {"host_link": {"value": 7e9, "source": "copied here"}}))
+    mine, h100 = hardware(str(file)), hardware("h100")
+    assert (mine.name, mine.kernel, mine.host_link.value) == ("mine", "torch", 7e9)
+    assert mine.memory.value == h100.memory.value
+    assert mine.memory.source == f"not measured: {h100.memory.source}"
+    assert mine.with_kernel("auto", 128).attention_backward.value == 4e12
+    plan = lab.plan("tiny", "offload", tokens=128, ranks=2, device=str(file))
+    slow = lab.plan("tiny", "offload", tokens=128, ranks=2, device="h100")
+    assert plan.costs.host_seconds > 5 * slow.costs.host_seconds
+    file.unlink()
+    assert (plan.device, plan.mfu > 0) == ("mine", True)
+
+
+def of_kernel(**changes):
+    return {"kernels": {"torch": OF_KERNEL | changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"matmull": 1}, "it has matmull"), ({"name": 3}, "name is no text"),
+        ({"name": ""}, "name is no text"),
+        ({"name": "a\x1bb"}, "name is no text"), ({"name": "\ud800"}, "name is no text"),
+        ({"why": None}, "why is no text"), ({"like": "v100"}, "like is not one of a100, b200"),
+        ({"kernel": "cudnn"}, "lack that of kernel"),
+        ({"kernel": "x", "kernels": {"x": OF_KERNEL}}, "other names"),
+        ({"kernels": {}}, "lack that"), ({"kernels": None}, "TypeError"),
+        ({"kernels": {"torch": 3}}, "TypeError"),
+        (of_kernel(tokens=[128, 64]), "no lengths"), (of_kernel(tokens=[64, 64]), "torch has no lengths"),
+        (of_kernel(tokens=[128]), "no lengths"), (of_kernel(tokens=[True, 5]), "no lengths"),
+        (of_kernel(tokens=[], forward=[], backward=[]), "no lengths"), (of_kernel(more=1), "no lengths"),
+        (of_kernel(forward=[0, 1]), "no rate or length"), (of_kernel(forward=[inf, 9]), "no rate or length"),
+        (of_kernel(forward=[10**400, 1]), "no rate or"), (of_kernel(tokens=[64, 2**70]), "no rate or length"),
+        (of_kernel(forward=["1", "2"]), "no rate or length"), (of_kernel(source="{x}"), "a brace"),
+        (of_kernel(source=None), "TypeError"),
+        ({"matmul": 1}, "TypeError"),
+        ({"matmul": {"value": -1, "source": ""}}, "matmul has no value from 1 to"),
+        ({"matmul": {"value": nan, "source": ""}}, "matmul has no value"),
+        ({"matmul": {"value": True, "source": ""}}, "matmul has no value"),
+        ({"matmul": {"value": 1e12, "source": "", "times": 2}}, "matmul has no value"),
+        ({"matmul": {"like": "h100.memory", "why": ""}}, "KeyError: 'value'"),
+        ({"matmul": {"value": 1e12, "source": "{0}"}}, "matmul has no value"),
+        ({"matmul": {"value": 1e12, "source": None}}, "TypeError"),
+        ({"matmul_share": {"value": 1e-300, "source": ""}}, "matmul_share has no value from 1e-06 to 100"),
+        ({"copy_slowdown": {"value": -1, "source": ""}}, "copy_slowdown has no value from 0 to 100"),
+        ({"memory": {"value": 1e300, "source": ""}}, "memory has no value from 1 to 1e.18"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_device_is_refused_in_one_line(tmp_path, changes, why):
+    refused(tmp_path, json.dumps(ENTRIES | changes), why)
+
+
+def refused(folder, text, why):
+    file = folder / "mine.json"
+    file.write_text(text)
+    said = rf"mine\.json has no device, because .*{why}.*: `lab bench machine .* writes one$"
+    with pytest.raises(LabError, match=said):
+        lab.plan("tiny", "plain", tokens=64, ranks=1, device=str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("", "Expecting value"), ("[]", "AttributeError"), ("[" * 99999, "RecursionError"), ("3", "A")],
+)
+def test_a_text_that_is_no_device_is_refused(tmp_path, text, why):
+    refused(tmp_path, text, why)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    for name in (tmp_path / "no.json", tmp_path / "pipe.json", "a\0.json", tmp_path):
+        with pytest.raises(LabError, match=r"has no device, because there is no such file|no device named"):
+            hardware(str(name))
 
 
 @pytest.mark.parametrize(("nbytes", "block"), [(0, 0), (1, 512), (512, 512), (513, 1024), (5 * GiB, 5 * GiB)])

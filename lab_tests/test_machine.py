@@ -7,7 +7,7 @@ import pytest
 import lab
 from lab.models import config_of
 from lab.planning.costs import Costs
-from lab.planning.hardware import HARDWARE, PAGEABLE_RATE, hardware, make_machine
+from lab.planning.hardware import HARDWARE, hardware, make_machine
 from lab.recipe.jobs import Machine
 from lab.techniques.host_memory import PINNABLE_SHARE, RANK_RESERVE, SYSTEM_RESERVE, reserve
 from lab.units import GiB, MiB, TiB
@@ -69,7 +69,7 @@ def test_bytes_beyond_what_may_be_pinned_are_copied_at_the_rate_of_pageable_memo
     pageable = plan.costs.host_bytes * (1 - plan.machine.pinnable(4) / plan.host_peak)
     assert pageable == pytest.approx(0.75 * plan.costs.host_bytes, rel=1e-3)
     assert plan.costs.host_seconds == pytest.approx(
-        (plan.costs.host_bytes - pageable) / pinned_rate + pageable / PAGEABLE_RATE.value, rel=1e-9
+        (plan.costs.host_bytes - pageable) / pinned_rate + pageable / h100.pageable_rate.value, rel=1e-9
     )
     assert plan.step_seconds >= plan.costs.host_seconds
     assert lab.plan(MODEL, "offload", host_memory="1TiB", **ASKED).costs == free.costs
@@ -83,8 +83,12 @@ def test_adams_state_on_the_host_is_not_pinned():
 
 
 def test_tiles_on_a_disk_are_copied_as_pageable_memory():
+    h100 = hardware("h100")
+    rate = h100.pageable_rate.value
+    assert rate == 6.79e9
+    assert hardware("a100").pageable_rate.value == 2.8e9
     costs = Costs(host_bytes=100, host_seconds=1.0, tile_writes=30, tile_reads=10, disk_seconds=2.0)
-    assert costs.with_pageable(0.0).host_seconds == pytest.approx(0.6 + 40 / PAGEABLE_RATE.value)
-    assert costs.with_pageable(0.5).host_seconds == pytest.approx(0.3 + 70 / PAGEABLE_RATE.value)
-    assert replace(costs, disk_seconds=0.0).with_pageable(0.0).host_seconds == 1.0
-    assert Costs().with_pageable(1.0) == Costs()
+    assert costs.with_pageable(h100, 0.0).host_seconds == pytest.approx(0.6 + 40 / rate)
+    assert costs.with_pageable(h100, 0.5).host_seconds == pytest.approx(0.3 + 70 / rate)
+    assert replace(costs, disk_seconds=0.0).with_pageable(h100, 0.0).host_seconds == 1.0
+    assert Costs().with_pageable(h100, 1.0) == Costs()

@@ -9,12 +9,15 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lab
+from lab.commands.report import plan_text
 from lab.errors import LabError
+from lab.planning.hardware import hardware
 from lab.planning.whole_step import fake_model, whole_step
 from lab.recipe.recipe import Recipe
 from lab.step.one_rank import ring_ranks
 from lab.techniques.host_memory import reserve
 from lab.techniques.upipe.schedule import schedule
+from lab.units import format_seconds
 from lab_tests.support.long_run import mostly_long
 from lab_tests.support.models import small_config
 
@@ -106,6 +109,54 @@ def test_notes_say_what_a_gpu_would_do_otherwise(offload_plan):
     assert second.startswith("4 heads of 5242880 tokens in one call of torch's attention kernel")
 
 
+def test_a_plan_has_the_seconds_of_each_kernel_that_was_measured():
+    """Of the same work; where a recipe names a kernel, the step's seconds are with it."""
+    asked = {"tokens": "256K", "ranks": 8}
+    auto = lab.plan("llama3-8b", "fast", **asked)
+    named = {kernel: lab.plan("llama3-8b", "fast", kernel=kernel, **asked) for kernel in ("cudnn", "torch")}
+    assert auto.kernel_seconds == {kernel: plan.step_seconds for kernel, plan in named.items()}
+    assert auto.step_seconds < auto.kernel_seconds["cudnn"] < auto.kernel_seconds["torch"]
+    assert {plan.hardware.kernel: plan.kernel_seconds for plan in named.values()} == {
+        "cudnn": {},
+        "torch": {},
+    }
+    once, twice = (plan.to_json() for plan in (auto, named["torch"]))
+    assert (once["kernel"], twice["kernel"], twice["step_seconds"]) == (
+        "flash-attn-3", "torch", once["kernel_seconds"]["torch"]
+    )  # fmt: skip
+    said = f"{format_seconds(auto.step_seconds)} with flash-attn-3, "
+    assert auto.seconds_text.startswith(said)
+    assert auto.seconds_text.endswith(f", {format_seconds(named['torch'].step_seconds)} with torch")
+    assert f"a step        {auto.seconds_text} on NVIDIA H100 SXM 80GB (estimate)\n" in plan_text(auto)
+
+
+def test_the_longest_document_has_the_rate_of_its_length():
+    whole, four = (
+        lab.plan("tiny", "ulysses", tokens="1M", ranks=8, kernel="cudnn", documents=documents).hardware
+        for documents in (None, "256K,256K,256K,256K")
+    )
+    rates = hardware("h100").kernels["cudnn"]
+    assert [h.attention_forward.value for h in (whole, four)] == [rates.forward[2], rates.forward[1]]
+    ring = lab.plan("tiny", "ulysses", tokens="1M", ranks=8, kernel="cudnn", ulysses=2, ring=4).hardware
+    assert ring.attention_forward.value == rates.forward[1]
+
+
+def test_a_kernel_without_a_rate_is_said():
+    """cuDNN takes no head of 256, and a plan of one does not have its seconds."""
+    first, _ = lab.plan(small(), "plain", tokens=32, ranks=1, kernel="flash-attn-2").notes
+    assert first == (
+        "no rate of flash-attn-2 on NVIDIA H100 SXM 80GB is known: the seconds are with flash-attn-3"
+    )
+    [_] = lab.plan(small(), "plain", tokens=32, ranks=1, kernel="flash-attn-3").notes
+    asked = {"tokens": 32, "ranks": 1, "kernel": "flash-attn-2"}
+    assert lab.plan(small(), "plain", **asked, workspace=False).notes == (first,)
+    assert [*lab.plan(small(), "plain", tokens=32, ranks=1).kernel_seconds] == ["cudnn", "torch"]
+    wide = small(head_dim=256)
+    assert [*lab.plan(wide, "plain", tokens=32, ranks=1).kernel_seconds] == ["torch"]
+    assert lab.plan(small(), "plain", tokens=32, ranks=1, compute_dtype=None).kernel_seconds == {}
+    assert lab.plan(small(), "plain", tokens=32, ranks=1, device="a100").kernel_seconds == {}
+
+
 def test_json_holds_the_answers(offload_plan):
     document = on_machine(offload_plan, device_memory=1).to_json()
     assert list(document) == [
@@ -113,7 +164,7 @@ def test_json_holds_the_answers(offload_plan):
         "start_peak", "reserved_peak", "reserved_peak_fixed_segments", "alloc_retries", "host_peak",
         "host_peak_per_node", "disk_peak", "disk_peak_per_node", "fits", "verdict", "limit", "peak",
         "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "disk_seconds", "step_seconds",
-        "model_flops", "mfu", "notes", "planning_seconds",
+        "kernel", "kernel_seconds", "model_flops", "mfu", "notes", "planning_seconds",
     ]  # fmt: skip
     peak = offload_plan.timeline.peak
     assert document["peak"] == {
@@ -208,7 +259,9 @@ def test_no_ring_rank_holds_more_than_is_planned(recipe, more, workspace):
     # What the plan has walked is read from disk.
     skeleton = fake_model(plan.job)
     steps = [
-        whole_step(plan.job, skeleton, r, workspace=workspace).priced(plan.machine, ranks)[0]
+        whole_step(plan.job, skeleton, r, workspace=workspace).priced(hardware("h100"), plan.machine, ranks)[
+            0
+        ]
         for r in range(recipe.ring)
     ]
     assert max(step.device_peak for step in steps) == plan.device_peak

@@ -25,6 +25,7 @@ from lab.memory.storages import TensorKind
 from lab.planning import answers, plan_cache, whole_step
 from lab.planning.fake_step import fake_step
 from lab.planning.freeing import cheapest_changes
+from lab.planning.hardware import hardware
 from lab.planning.plan import plan_job
 from lab.planning.scaling import Scaling, Step, length_class
 from lab.planning.scaling_file import decode, encode
@@ -37,6 +38,7 @@ from lab_tests.support.long_run import mostly_long
 from lab_tests.support.models import small_config
 
 RANKS = 4
+H100 = hardware("h100")
 
 
 @pytest.fixture(autouse=True)
@@ -83,14 +85,16 @@ def scaled_and_walked(job: Any, lengths: tuple[int, ...], *, workspace: bool) ->
     scaling = scaling_of(lengths[:-1], steps)
     again, _ = decode(encode(scaling, {}, small=False))
     machine = Machine(workspace=workspace)
-    timeline, _ = walked.priced(machine, RANKS)
+    timeline, _ = walked.priced(H100, machine, RANKS)
     held = again.held(lengths[-1], machine)
     assert (held.device_peak, held.host_peak, held.disk_peak) == (
         timeline.device_peak, timeline.host_peak, 0
     )  # fmt: skip
     for device in ("h100", "a100"):
         there = replace(machine, device=device)
-        found, expected = (step.priced(there, RANKS) for step in (scaling.at(lengths[-1]), walked))
+        found, expected = (
+            step.priced(hardware(there.device), there, RANKS) for step in (scaling.at(lengths[-1]), walked)
+        )
         np.testing.assert_allclose(found[0].seconds, expected[0].seconds, rtol=1e-12)
         assert found[1].flops == expected[1].flops > 0
         assert found[1].seconds == pytest.approx(expected[1].seconds, rel=1e-12)
@@ -295,7 +299,7 @@ def test_the_fourth_length_is_not_walked_but_one_that_is_not_alike(walks):
         assert walks[-1] == tokens
     assert len(walks) == 6
     own = whole_step.walk(plans[3].job, workspace=True)
-    assert own.steps[0].priced(Machine(), RANKS)[0].device_peak == plans[3].timeline.device_peak
+    assert own.steps[0].priced(H100, Machine(), RANKS)[0].device_peak == plans[3].timeline.device_peak
 
 
 @pytest.mark.long

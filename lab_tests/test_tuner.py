@@ -29,7 +29,7 @@ from lab.show.tuner.knobs import SLIDERS
 from lab.show.tuner.prediction import parts_of
 from lab.show.tuner.scaled_down import MOST_TILES, scale_down
 from lab.show.tuner.state import TILES
-from lab.units import Ki, Mi, MiB, format_bytes, format_seconds, parse_bytes, parse_tokens
+from lab.units import Ki, Mi, MiB, format_bytes, parse_bytes, parse_tokens
 from lab_tests.support.shown import execute_cell
 
 
@@ -335,7 +335,7 @@ UNSAID = (
 def test_the_bill_is_made_of_a_plan_and_says_what_is_missing() -> None:
     tuner = small(tokens_total="10B")
     plan = plan_of(tuner)
-    step = f"a step takes {format_seconds(plan.step_seconds)} on {plan.device}, MFU {plan.mfu:.1%} (estimate)"
+    step = f"a step takes {plan.seconds_text} on {plan.device}, MFU {plan.mfu:.1%} (estimate)"
     tuner.knobs.by_name["price"].value = " 2.5"
     order = tuner.state.order
     assert order == Order(10**10, 2.5)

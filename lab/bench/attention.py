@@ -87,6 +87,7 @@ def measure_kernel(
     *,
     heads: int = HEADS,
     kv_heads: int = KV_HEADS,
+    head_dim: int = HEAD_DIM,
     heads_first: bool = False,
     repeats: int = REPEATS,
 ) -> dict[str, float | None]:
@@ -100,7 +101,7 @@ def measure_kernel(
     in memory; in all later calls heads come first. A kernel that keeps what it built for the strides of q, k
     and v must not use it then.
     """
-    q, k, v, dout = attention_inputs(device, 1, (heads, kv_heads), HEAD_DIM, tokens, tokens)
+    q, k, v, dout = attention_inputs(device, 1, (heads, kv_heads), head_dim, tokens, tokens)
     # At its first call a kernel makes plans and handles, which no figure should include.
     length = tokens if heads_first else FIRST_TOKENS
     first_dout, first_q, first_k, first_v = (x[:, :, :length] for x in (dout, q, k, v))
@@ -128,8 +129,7 @@ def measure_kernel(
         lambda: kernel.backward(dout, q, k, v, out, lse),
         products,
     ) or [[forward_once, backward_once, seconds(products)]]
-    # Causal attention computes half of the scores. Forward has two products over them.
-    flops = (1 + BACKWARD_FLOPS) * 2 * heads * tokens**2 * HEAD_DIM
+    flops = (1 + BACKWARD_FLOPS) * forward_flops(heads, tokens, head_dim)
     rates = [flops / (forward + backward) for forward, backward, _ in turns]
     products_flops = 10 * 2 * size**3
     shares = [rate * turn[-1] / products_flops for rate, turn in zip(rates, turns, strict=True)]
@@ -139,6 +139,11 @@ def measure_kernel(
         forward_bytes, backward_bytes,
     )  # fmt: skip
     return dict(zip(FIGURES, figures, strict=True))
+
+
+def forward_flops(heads: int, tokens: int, head_dim: int) -> int:
+    """Return the operations of forward: two products over the half of the scores that is causal."""
+    return 2 * heads * tokens**2 * head_dim
 
 
 def random_tensors(device: torch.device) -> Callable[..., Tensor]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cluster.limits import memory
 from lab.bench.timing import rounds, seconds
+from lab.rehearsing.rehearse import DeviceType
 from lab.units import GiB
 
 COPIES = 4
@@ -15,9 +18,16 @@ COPIES = 4
 
 REPEATS = 2
 
+PRODUCTS = 200
 
-def measure_copies(where: str, gib: float) -> dict[str, Any]:
+SIDES = {"cuda": 8192, "cpu": 256}
+"""The rows and columns of the square matrices that are multiplied."""
+
+
+def measure_copies(where: DeviceType, gib: float) -> dict[str, Any]:
     """Measure the pinning of host memory, copies of ``gib`` GiB each way, and products during copies.
+
+    The rate of the device's own memory counts what a copy reads and what it writes.
 
     On CPU no memory is pinned, copies and products run one after the other, and copies are from host to host.
     """
@@ -32,11 +42,11 @@ def measure_copies(where: str, gib: float) -> dict[str, Any]:
     pinning = seconds(pin)
     pageable = torch.zeros_like(x, device="cpu")
     to_host = copy_rate(pinned, x)
-    side = 8192 if cuda else 256
+    side = SIDES[where]
     a = torch.randn(side, side, device=where, dtype=torch.bfloat16 if cuda else torch.float32)
 
     def products() -> None:
-        for _ in range(200):
+        for _ in range(PRODUCTS):
             a @ a
 
     def both() -> None:
@@ -47,8 +57,11 @@ def measure_copies(where: str, gib: float) -> dict[str, Any]:
         products()
 
     products()
-    [[alone, beside]] = rounds(1, products, both)
+    alone, beside = map(median, zip(*rounds(3, products, both), strict=True))
+    total = torch.cuda.get_device_properties(0).total_memory if cuda else memory().total
     return {
+        "memory GiB": total / GiB,
+        "memory GB/s": 2 * copy_rate(torch.empty_like(x), x) / 1e9,
         "pin s/GiB": pinning / gib,
         "to host GB/s": to_host / 1e9,
         "from host GB/s": copy_rate(x, pinned) / 1e9,

@@ -53,6 +53,7 @@ def measure_gpu(
     machine: str | None = None,
     again: Collection[str] = (),
     items: Sequence[Item] = ITEMS,
+    small: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """Measure the items that the files in ``out`` do not have for this machine and this version of torch.
 
@@ -75,6 +76,7 @@ def measure_gpu(
         machine: "cuda", or "cpu" to measure the same items at the size of ``tiny``; None for a GPU.
         again: Names of items. They alone are measured, also if the files have them; the later row counts.
         items: The items.
+        small: Whether a CPU measures ``Item.small`` of each.
 
     Raises:
         LabError: ``minutes`` is not a positive number; no item has a name in ``again``; there is no GPU, or
@@ -92,14 +94,14 @@ def measure_gpu(
     deadline = time.monotonic() + 60 * minutes
     where, machine_name, torch = _find_machine(machine)
     if machine is None and where == "cpu":
-        raise LabError("torch sees no GPU here: --machine cpu runs the same list at the size of tiny")
+        raise LabError("torch sees no GPU here: --machine cpu measures the CPU, at a small size")
     if where == "cpu" and out.absolute().parts[-2:] == ("notebooks", "results"):
         raise LabError(f"{out} is for what GPUs measured: give another folder for a CPU's figures")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LabError(f"{out} cannot be made: {error.strerror}") from error
-    scaled = {item.name: item if where == "cuda" else item.small() for item in items}
+    scaled = {item.name: item.small() if small and where == "cpu" else item for item in items}
     with append_lines(out / f"{'gpu' if where == 'cuda' else 'cpu'}.jsonl", note) as append:
         rows = [row for file in sorted(out.glob("*.jsonl")) for row in read_lines(file, note)]
         here = {"machine": machine_name, "torch": torch}

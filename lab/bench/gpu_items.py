@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from lab.recipe.knobs import KernelName
 from lab.units import Ki, Mi, format_tokens
 
 Kind = Literal["attention", "compile", "copies", "edges", "gradients", "hidden", "hollow", "rehearse"]
@@ -152,6 +153,25 @@ LATER = (
     ),
 )
 """The items that need more time."""
+
+RATES = {
+    "cuda": (
+        Item("copies", 8, knobs=(("gib", 4),)),
+        *(
+            _attention(seconds, kernel, 4, 1, tokens, 5)
+            for tokens, seconds in ((64 * Ki, 4), (256 * Ki, 6))
+            for kernel in get_args(KernelName)
+            if kernel != "auto"
+        ),
+        _attention(28, "cudnn", 4, 1, Mi, 1),
+    ),
+    "cpu": (
+        Item("copies", SMALL_SECONDS, knobs=(("gib", 1 / 8),)),
+        # The heads of ``tiny``.
+        *(_attention(SMALL_SECONDS, "torch", 32, 8, tokens, 3, head_dim=8) for tokens in (256, Ki, 4 * Ki)),
+    ),
+}
+"""The items of ``lab bench machine``. A kernel whose package is missing fails at once."""
 
 ITEMS = (*FIRST, *SECOND, *LATER)
 """All items. Their seconds are those of an H100 where it has measured them, and else are estimates."""

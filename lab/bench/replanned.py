@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lab.bench.gpu_items import ITEMS, Item
 from lab.bench.gpu_row import jobs
 from lab.bench.json_lines import Note
+from lab.bench.machine import device_of, write_device
 from lab.bench.results import measured_rows, software
 from lab.bench.table import Row, Say
 from lab.errors import LabError
 from lab.planning.cuda_workspace import outside_workspace
-from lab.planning.hardware import make_machine, of_name
+from lab.planning.hardware import DEVICE_FILE, make_machine, of_name
 from lab.planning.plan import plan_job
 from lab.recipe.jobs import Job, Machine
 from lab.rehearsing.rehearsal import seconds_alone
@@ -34,7 +36,9 @@ def replan(folder: Path, note: Note, say: Say, *, items: Sequence[Item] = ITEMS)
       which torch does not see. "printed / peak" has the device peak that `lab plan` prints, with them.
     - "planned / reserved" has what torch's allocator reserves in the simulation, with the item's segments.
     - "planned / seconds" has the planned seconds without the waits for links, because a rehearsal has no
-      peers; with the rates of this GPU, and None if the hardware table does not have it.
+      peers; with the rates of this GPU in the hardware table, and None if it is not there.
+    - "own rates / seconds" has these with the rates that the files have of this GPU, see ``device_of``; None
+      if they have none.
 
     Args:
         folder: The folder of the files.
@@ -47,25 +51,34 @@ def replan(folder: Path, note: Note, say: Say, *, items: Sequence[Item] = ITEMS)
     """
     if not folder.is_dir():
         raise LabError(f"{folder} is not a folder: give one in which `lab bench gpu` has written rows")
+    machines = measured_rows(note, folder)
     found = [
         (machine, item, rows[item.name])
-        for machine, rows in measured_rows(note, folder).items()
+        for machine, rows in machines.items()
         for item in items
         if item.kind in KINDS and item.name in rows and not rows[item.name].get("failed")
     ]
     compared = 0
-    for machine, item, row in found:
-        say(item.name)
-        _, job = jobs(item)
-        now, then = job.recipe.to_json(), row.get("recipe_knobs")
-        changed = [knob for knob in now if isinstance(then, dict) and then.get(knob, now[knob]) != now[knob]]
-        if changed:
-            note(f"{item.name} had another {', '.join(changed)}: it is left out")
-        else:
+    with TemporaryDirectory() as devices:
+        own = {machine: _own_machine(rows, Path(devices)) for machine, rows in machines.items()}
+        for machine, item, row in found:
+            say(item.name)
+            _, job = jobs(item)
+            now, then = job.recipe.to_json(), row.get("recipe_knobs")
+            changed = [
+                knob for knob in now if isinstance(then, dict) and then.get(knob, now[knob]) != now[knob]
+            ]
+            if changed:
+                note(f"{item.name} had another {', '.join(changed)}: it is left out")
+                continue
             compared += 1
             step = item.name if row.get("timed_steps") != 0 else f"{item.name}, first step"
             where = f"{machine}, {software(row)}"
-            yield {"step": step, **_compared(item, row, job, of_name(machine)), "machine": where}
+            yield {
+                "step": step,
+                **_compared(item, row, job, of_name(machine), own[machine]),
+                "machine": where,
+            }
     if not compared:
         raise LabError(
             f"{folder} has no row of a training step on a GPU: `lab bench gpu --minutes 9 --out {folder}` "
@@ -73,8 +86,19 @@ def replan(folder: Path, note: Note, say: Say, *, items: Sequence[Item] = ITEMS)
         )
 
 
-def _compared(item: Item, row: dict[str, Any], job: Job, device: str | None) -> Row:
+def _own_machine(rows: dict[str, dict[str, Any]], folder: Path) -> Machine | None:
+    """Return a machine with the rates that these rows have; None if they have none."""
+    file = folder / f"{len([*folder.iterdir()])}{DEVICE_FILE}"
+    try:
+        write_device(device_of(rows.values()), file)
+        return make_machine(device=str(file))
+    except LabError:
+        return None
+
+
+def _compared(item: Item, row: dict[str, Any], job: Job, device: str | None, own: Machine | None) -> Row:
     plan = plan_job(job, make_machine(device=device or Machine.device))
+    again = own and plan_job(job, own)
     outside = outside_workspace(job.ranks)
     peak, reserved = row.get("device_peak"), row.get("reserved_peak")
     seconds = row.get("seconds", row.get("step s"))
@@ -88,4 +112,5 @@ def _compared(item: Item, row: dict[str, Any], job: Job, device: str | None) -> 
         "planned / reserved": reserved and (planned_reserved - outside) / reserved,
         "seconds": seconds,
         "planned / seconds": seconds_alone(plan) / seconds if seconds and device else None,
+        "own rates / seconds": seconds_alone(again) / seconds if seconds and again else None,
     }

@@ -72,8 +72,8 @@ def plan_text(plan: Plan) -> str:
         f"a rank        {costs.flops:.3g} operations, {format_bytes(costs.link_bytes)} over links "
         f"({format_seconds(costs.link_seconds)} of waiting), {format_bytes(costs.host_bytes)} to and from "
         "the host",
-        f"a step        {format_seconds(plan.step_seconds)} on {plan.device}, {tokens:.4g} tokens per second "
-        "and rank (estimate)",
+        f"a step        {plan.seconds_text} on {plan.device} (estimate)",
+        f"throughput    {tokens:.4g} tokens per second and rank with {plan.hardware.kernel}",
         f"MFU           {plan.mfu:.1%} (estimate): of the peak of {plan.ranks} GPUs in dense bf16, by "
         f"{plan.model_flops:.3g} operations of the model (attention's causal half; nothing twice)",
         *_idle_ranks_note(plan),
@@ -237,7 +237,8 @@ def fit_text(plans: Fits) -> str:
             plan.recipe.summary,
         )
     legend = "↓ needs less device memory than every faster one: its price is the time it is slower."
-    estimates = f"Seconds, and what follows from them, are estimates.\n{MFU_LEGEND}."
+    what = f"Seconds, and what follows from them, are estimates with {fastest.hardware.kernel}"
+    estimates = f"{what}.\n{MFU_LEGEND}."
     reserved = [f"The fastest reserves {fastest.reserved_text}."] if fastest.reserved_text else []
     whole = [f"The fastest: {fastest.bill(plans.order).text(plans.order)}."] if plans.order else []
     notes = dict.fromkeys(f"note: {note}" for plan in plans for note in plan.notes)

@@ -3,15 +3,16 @@
 A plan records the work of each operator (``work_counter.py``), and ``price`` turns it into seconds. The
 estimate is a sum over the operators of a step, one after the other on the device, each at the rate that
 the hardware table gives for its kind. Copies between device and host run at the same time, because
-offload prefetches; so do all-to-alls that are waited for later (UPipe's overlap, a ring's steps). The device
+offload prefetches, and computation takes longer beside them (``Hardware.copy_slowdown``). All-to-alls that
+are waited for later (UPipe's overlap, a ring's steps) run at the same time too. The device
 waits for operators on tensors in host memory (clipping and Adam of an optimizer on the host), which run at
 the rate of host memory, ``HOST_MEMORY``. A disk in place of host memory runs at the same time as all of it.
 What it leaves out:
 overlap of other collectives with computation, launches, imbalance between ranks.
 
 Where the host memory of a machine is given, the bytes beyond what its ranks may pin
-(``lab/techniques/host_memory.py``) are copied at the rate of pageable memory, ``PAGEABLE_RATE``. Where it is
-not given, all are pinned.
+(``lab/techniques/host_memory.py``) are copied at the rate of pageable memory. Where it is not given, all are
+pinned.
 
 This module imports no torch.
 """
@@ -27,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.memory.storages import Integers
-from lab.planning.hardware import PAGEABLE_RATE, Figure, Hardware
+from lab.planning.hardware import Figure, Hardware
 
 BACKWARD_FLOPS = 2.5
 """Of flash attention's backward, in forwards: five matrix products to two (arXiv 2307.08691)."""
@@ -113,7 +114,8 @@ class Costs:
     """One rank's: ``flops``; ``link_bytes`` sent to other ranks; ``host_bytes`` copied to and from the host.
 
     ``device_seconds`` is the time of computation and of waiting for collectives, ``link_seconds`` the share
-    of the latter, ``host_seconds`` that of copies. ``tile_writes`` and ``tile_reads`` are the bytes among
+    of the latter. ``host_seconds`` is the time of copies, and ``slowed_seconds`` the time by which
+    computation takes longer beside them. ``tile_writes`` and ``tile_reads`` are the bytes among
     ``host_bytes`` that are written to, and read from, the tiles of streamed layers. ``disk_seconds`` is the
     time that a disk takes for those, where the tiles are on one; see ``with_disk``.
     """
@@ -127,11 +129,12 @@ class Costs:
     tile_writes: int = 0
     tile_reads: int = 0
     disk_seconds: float = 0.0
+    slowed_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Of the whole: copies and the disk hide behind computation, or computation behind one of them."""
-        return max(self.device_seconds, self.host_seconds, self.disk_seconds)
+        return max(self.device_seconds + self.slowed_seconds, self.host_seconds, self.disk_seconds)
 
     def with_disk(self, hardware: Hardware, rate: int | None, ranks: int) -> Costs:
         """Return these costs with the tiles of streamed layers on a disk.
@@ -147,13 +150,14 @@ class Costs:
         write, read = (rate or figure.value for figure in (hardware.disk_write, hardware.disk_read))
         return replace(self, disk_seconds=ranks * (self.tile_writes / write + self.tile_reads / read))
 
-    def with_pageable(self, share: float) -> Costs:
-        """Return these costs with copies of memory that is not pinned at ``PAGEABLE_RATE``.
+    def with_pageable(self, hardware: Hardware, share: float) -> Costs:
+        """Return these costs with copies of memory that is not pinned at its rate.
 
         The tiles of streamed layers on a disk are not pinned; see ``with_disk``. That the host waits for a
         copy to such memory is not counted.
 
         Args:
+            hardware: Has the rate.
             share: Of the other bytes that are copied, the share whose host memory is not pinned.
         """
         if not self.host_bytes:
@@ -161,7 +165,7 @@ class Costs:
         on_disk = (self.tile_writes + self.tile_reads) if self.disk_seconds else 0
         pageable = on_disk + share * (self.host_bytes - on_disk)
         pinned_seconds = self.host_seconds * (1 - pageable / self.host_bytes)
-        return replace(self, host_seconds=pinned_seconds + pageable / PAGEABLE_RATE.value)
+        return replace(self, host_seconds=pinned_seconds + pageable / hardware.pageable_rate.value)
 
 
 def price(
@@ -200,15 +204,17 @@ def price(
     seconds = np.select([work.kind == kind for kind in by_kind], [*by_kind.values()], 0.0)
     until, waited = _with_links(work, seconds, on_link)
     moved = float(work.nbytes[copies].sum())
+    copying = moved / _reached(hardware.host_link, hardware.host_link_share)
     costs = Costs(
         flops=round(work.flops.sum()),
         link_bytes=round(work.nbytes[linked].sum()),
         host_bytes=round(moved),
         device_seconds=float(until[-1]),
-        host_seconds=moved / _reached(hardware.host_link, hardware.host_link_share),
+        host_seconds=copying,
         link_seconds=waited,
         tile_writes=round(work.nbytes[work.kind == WorkKind.TILE_WRITE].sum()),
         tile_reads=round(work.nbytes[work.kind == WorkKind.TILE_READ].sum()),
+        slowed_seconds=hardware.copy_slowdown.value * copying,
     )
     return costs, until
 

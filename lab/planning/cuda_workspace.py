@@ -119,7 +119,7 @@ def matrix_products_note(dtype: str, head_dim: int) -> str:
     fast = "compute_dtype='bfloat16' runs a flash kernel"
     advice = fast if flash_takes(2, head_dim) else "flash kernels take at most 256"
     runs = f"in {dtype} with head_dim={head_dim} attention runs as matrix products on CUDA"
-    return f"{runs}, several times slower than a flash kernel; {advice}"
+    return f"{runs}, several times slower than a flash kernel, of which the planned seconds are; {advice}"
 
 
 def fixed_workspace(ranks: int) -> int:

@@ -278,12 +278,12 @@ def _may_be_fastest(recipe: Recipe, plans: Sequence[Plan]) -> bool:
     for plan in plans:
         other = plan.recipe
         if _is_leaner(recipe, other):
-            # Of results of attention on the host it depends on the length whether they save time. Where
-            # copies take longer than the device, a leaner recipe may copy less.
-            comparable = plan.step_seconds <= plan.costs.device_seconds and (
-                not other.checkpoint or (recipe.offload == "attention") == (other.offload == "attention")
+            # Of results of attention on the host it depends on the length whether they save time. A leaner
+            # recipe may copy less, but the device computes as much.
+            comparable = not other.checkpoint or (recipe.offload == "attention") == (
+                other.offload == "attention"
             )
-            if recipe == other or (comparable and plan.step_seconds >= best):
+            if recipe == other or (comparable and plan.costs.device_seconds >= best):
                 return False
         # With fuller settings the tensors need more; what the allocator keeps of them may be less.
         if not plan.tensors_fit and _is_leaner(other, recipe) and _have_like_buffers(recipe, plan):

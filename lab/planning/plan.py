@@ -24,7 +24,7 @@ from lab.planning.answers import Answer, Facts, answer, known_answer, shape_of
 from lab.planning.bill import Bill, Order, make_bill
 from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
 from lab.planning.cuda_workspace import matrix_products_note, outside_workspace
-from lab.planning.hardware import hardware, make_machine
+from lab.planning.hardware import Hardware, hardware, make_machine
 from lab.planning.model_flops import model_flops
 from lab.recipe.jobs import MAX_STEP, MAX_TOKENS, Documents, Job, Limit, Machine, make_job, memory_name
 from lab.recipe.ladder import ladder
@@ -64,6 +64,9 @@ class Plan:
         host_of_others: The most host bytes that another planned ring rank holds at once: with the optimizer
             on the host, one with a larger shard holds more of its state. 0 if there is no other.
         costs: The step's operations, bytes on links and seconds.
+        hardware: The device, with the rates of the attention kernel of these seconds.
+        kernel_seconds: With ``kernel="auto"``, the seconds of the step with each other kernel whose rates on
+            the device are known, and which takes the dtype and the D of the model; by name.
         notes: Sentences on what the plan does not count, or what a GPU would refuse.
         lengths: The lengths whose plans give this one exactly; empty where its own step was planned.
         planning_seconds: The seconds that it took to make the plan.
@@ -78,6 +81,8 @@ class Plan:
     start: Moment
     host_of_others: int
     costs: Costs
+    hardware: Hardware
+    kernel_seconds: dict[str, float]
     notes: tuple[str, ...]
     lengths: tuple[int, ...]
     planning_seconds: float
@@ -104,7 +109,7 @@ class Plan:
             "at the peak": str(self.peak),
             "host peak": of_node("host", self.host_peak),
             "disk peak": of_node("disk", self.disk_peak),
-            "step": f"{format_seconds(self.step_seconds)} on {self.device} (estimate)",
+            "step": f"{self.seconds_text} on {self.device} (estimate)",
             "note": "; ".join(self.notes),
             "verdict": self.verdict,
         }
@@ -166,7 +171,7 @@ class Plan:
     @property
     def device(self) -> str:
         """The name of the machine's device."""
-        return hardware(self.machine.device).name
+        return self.hardware.name
 
     @property
     def device_peak(self) -> int:
@@ -313,6 +318,12 @@ class Plan:
         return self.costs.seconds
 
     @property
+    def seconds_text(self) -> str:
+        """The step's seconds with its kernel of attention, and with others."""
+        by_kernel = {self.hardware.kernel: self.step_seconds, **self.kernel_seconds}
+        return ", ".join(f"{format_seconds(seconds)} with {kernel}" for kernel, seconds in by_kernel.items())
+
+    @property
     def model_flops(self) -> int:
         """The operations that the model needs for the step, on all ranks; see ``model_flops.py``."""
         return model_flops(self.shape, self.job)
@@ -323,7 +334,7 @@ class Plan:
 
         It is an estimate, as the seconds are.
         """
-        peak = hardware(self.machine.device).matmul.value
+        peak = self.hardware.matmul.value
         return self.model_flops / (self.step_seconds * self.ranks * peak)
 
     def bill(self, order: Order) -> Bill:
@@ -380,6 +391,8 @@ class Plan:
             "host_bytes": self.costs.host_bytes,
             "disk_seconds": self.costs.disk_seconds,
             "step_seconds": self.step_seconds,
+            "kernel": self.hardware.kernel,
+            "kernel_seconds": self.kernel_seconds,
             "model_flops": self.model_flops,
             "mfu": self.mfu,
             "notes": list(self.notes),
@@ -498,19 +511,34 @@ def known_plan(job: Job, machine: Machine) -> Plan | None:
 
 
 def _plan_of(found: Answer, job: Job, machine: Machine, began: float) -> Plan:
-    facts = found.facts
-    steps = [step.priced(machine, job.ranks) for step in found.steps]
+    facts, named, kernel = found.facts, hardware(machine.device), job.recipe.kernel
+    # The tokens of a call; tiles of attention and shorter documents are left out.
+    length = job.longest_document // job.recipe.ring
+    device = named.with_kernel(kernel, length)
+    steps = [step.priced(device, machine, job.ranks) for step in found.steps]
     if machine.disk is not None:
         steps = [(timeline.with_tiles_on_disk(), costs) for timeline, costs in steps]
     # Of equal ones, the first.
     fullest = max(range(len(steps)), key=lambda number: steps[number][0].device_peak)
     timeline, costs = steps.pop(fullest)
     host_of_others = max((other.host_peak for other, _ in steps), default=0)
-    if machine.disk is not None:
-        ranks = machine.node_ranks(job.ranks)
-        costs = costs.with_disk(hardware(machine.device), machine.disk.rate, ranks)
-    host_peak = max(timeline.host_peak, host_of_others)
-    costs = costs.with_pageable(_pageable_share(job, machine, facts, host_peak))
+    pageable = _pageable_share(job, machine, facts, max(timeline.host_peak, host_of_others))
+
+    def with_host(costs: Costs) -> Costs:
+        if machine.disk is not None:
+            costs = costs.with_disk(named, machine.disk.rate, machine.node_ranks(job.ranks))
+        return costs.with_pageable(named, pageable)
+
+    def seconds_with(other: str) -> float:
+        rates = named.with_kernel(other, length)
+        return with_host(found.steps[fullest].priced(rates, machine, job.ranks)[1]).seconds
+
+    width, head_dim = WIDTHS[facts.attention_dtype], facts.shape.D
+    others = [
+        name
+        for name in named.kernels
+        if kernel == "auto" and name != device.kernel and flash_takes(width, head_dim, name)
+    ]
     return Plan(
         job=job,
         machine=machine,
@@ -520,8 +548,10 @@ def _plan_of(found: Answer, job: Job, machine: Machine, began: float) -> Plan:
         timeline=timeline,
         start=facts.start,
         host_of_others=host_of_others,
-        costs=costs,
-        notes=tuple(_notes(job, facts)) if machine.workspace else (),
+        costs=with_host(costs),
+        hardware=device,
+        kernel_seconds={name: seconds_with(name) for name in others},
+        notes=(*_rate_notes(job, device), *(_notes(job, facts) if machine.workspace else ())),
         lengths=found.lengths,
         planning_seconds=time.perf_counter() - began,
     )
@@ -576,6 +606,12 @@ def _pageable_share(job: Job, machine: Machine, facts: Facts, host_peak: int) ->
     pinnable, on_host = machine.pinnable(job.ranks), job.recipe.optimizer == "host"
     copied = host_peak - (facts.adam if on_host else 0)
     return 0.0 if pinnable is None or copied <= pinnable else 1 - pinnable / copied
+
+
+def _rate_notes(job: Job, device: Hardware) -> Iterator[str]:
+    if job.recipe.kernel not in ("auto", device.kernel):
+        unknown = f"no rate of {job.recipe.kernel} on {device.name} is known"
+        yield f"{unknown}: the seconds are with {device.kernel}"
 
 
 def _notes(job: Job, facts: Facts) -> Iterator[str]:

@@ -25,7 +25,7 @@ from lab.memory.storages import Integers, TensorKind
 from lab.memory.timeline import Timeline
 from lab.planning.costs import Costs, Work, price
 from lab.planning.cuda_workspace import BLOCK
-from lab.planning.hardware import hardware
+from lab.planning.hardware import Hardware
 from lab.recipe.jobs import Job, Machine
 from lab.recipe.ladder import ATTENTION_TILE, TILE
 from lab.shape import Shape
@@ -58,9 +58,9 @@ class Step(NamedTuple):
     timeline: Timeline
     work: Work
 
-    def priced(self, machine: Machine, ranks: int) -> tuple[Timeline, Costs]:
-        """Return the timeline with the blocks and seconds of a machine's device, and the step's costs."""
-        costs, until = price(self.work, hardware(machine.device), ranks, machine.ranks_per_node)
+    def priced(self, device: Hardware, machine: Machine, ranks: int) -> tuple[Timeline, Costs]:
+        """Return the timeline with the blocks and seconds of a machine with this device, and the costs."""
+        costs, until = price(self.work, device, ranks, machine.ranks_per_node)
         timeline = self.timeline.with_seconds(until[self.timeline.seconds.astype(np.int64)])
         return (timeline.with_blocks(int(BLOCK.value)) if machine.workspace else timeline), costs
 

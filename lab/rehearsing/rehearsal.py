@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.errors import LabError
@@ -226,6 +226,6 @@ class RehearsalTooLarge(LabError):
 
 
 def seconds_alone(plan: Plan) -> float:
-    """Planned seconds of a rank that waits for nobody: computation, or copies to the host, or the disk."""
+    """Planned seconds of a rank that waits for no other: computation beside copies, or these, or the disk."""
     costs = plan.costs
-    return max(costs.device_seconds - costs.link_seconds, costs.host_seconds, costs.disk_seconds)
+    return replace(costs, device_seconds=costs.device_seconds - costs.link_seconds).seconds

@@ -26,9 +26,23 @@ releases that have ``128ll``. No release of torch has been measured beyond the l
 """
 
 
-def flash_takes(width: int, head_dim: int) -> bool:
-    """Return whether a flash kernel on CUDA takes elements of ``width`` bytes, bf16 or fp16, and this D."""
-    return width == 2 and head_dim <= MAX_HEAD_DIM
+def max_head_dim(kernel: str) -> int:
+    """Return the largest D that a flash kernel on CUDA takes.
+
+    Later betas of FlashAttention-4 take 256 too, but on Blackwell nothing between 128 and 256.
+    """
+    return 128 if kernel in ("cudnn", "flash-attn-4") else MAX_HEAD_DIM
+
+
+def flash_takes(width: int, head_dim: int, kernel: str = "torch") -> bool:
+    """Return whether a flash kernel on CUDA takes elements of ``width`` bytes, bf16 or fp16, and this D.
+
+    Args:
+        width: The bytes of an element.
+        head_dim: D.
+        kernel: The name of the kernel.
+    """
+    return width == 2 and head_dim <= max_head_dim(kernel)
 
 
 def query_limit_refusal(tokens: int, heads: int, head_dim: int) -> str | None:

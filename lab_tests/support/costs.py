@@ -12,6 +12,7 @@ import lab
 from lab.memory.timeline import Timeline
 from lab.planning.costs import Costs
 from lab.planning.fake_step import fake_step
+from lab.planning.hardware import hardware
 from lab.recipe.jobs import Job, Machine
 from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
@@ -46,4 +47,6 @@ def planned_costs(
 
 def walked(job: Job, machine: Machine, layers: int, **of_ring: int) -> tuple[Timeline, Costs]:
     """A step of so many layers, walked in full, on a machine."""
-    return fake_step(job, layers, workspace=machine.workspace, **of_ring).priced(machine, job.ranks)
+    return fake_step(job, layers, workspace=machine.workspace, **of_ring).priced(
+        hardware(machine.device), machine, job.ranks
+    )

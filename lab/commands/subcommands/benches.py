@@ -147,6 +147,22 @@ def gpu(minutes: float, out: Path, machine: str | None, again: tuple[str, ...], 
             click.echo(json.dumps(row) if as_json else row_text(row))
 
 
+@bench.command("machine")
+@click.argument("file", type=path)
+@click.option("--machine", type=MACHINE, help="cpu measures the CPU, at a small size. [cuda]")
+def machine_(file: Path, machine: str | None) -> None:
+    """Measure the rates of products, kernels and copies, and write them into FILE, a name such as my.json.
+
+    Planning commands take it: --device my.json.
+    """
+    from lab.bench.gpu import row_text
+    from lab.bench.machine import measure_machine
+
+    with status("machine") as say:
+        for row in measure_machine(file, say, machine=machine):
+            click.echo(row_text(row))
+
+
 @bench.command()
 @click.option("--machine", type=MACHINE, default="cuda", help="As for gpu. [cuda]")
 def gpu_plans(machine: DeviceType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from lab.planning.plan import Plan
 
 
+DEVICE_HELP = "The GPU: its rates, and its memory; or a file of `lab bench machine`. [h100]"
+
+
 def _planning_options(*, required: bool = True) -> Decorator:
     """Return the options of all planning commands, which take them as ``settings``."""
     return options(
@@ -45,7 +49,7 @@ def _planning_options(*, required: bool = True) -> Decorator:
         LORA,
         DTYPE,
         click.option("--ranks-per-node", type=integer, default=8, help="GPUs that share a host. [8]"),
-        click.option("--device", default="h100", help="The GPU: its rates, and its memory. [h100]"),
+        click.option("--device", default="h100", help=DEVICE_HELP),
         click.option(
             "--no-workspace",
             "workspace",
@@ -89,6 +93,9 @@ def print_cached_answer(as_json: bool, make: Callable[[], Answer], *, saved: boo
     context = click.get_current_context()
     facts = {"command": context.info_name, **context.params, "model": model_identity(context.params["model"])}
     del facts["as_json"]
+    # A device may be a file, which can change.
+    with suppress(OSError, ValueError):
+        facts["device file"] = Path(context.params["device"]).read_bytes().hex()
     values, text = (
         cached("answers", facts, make, encode=lambda a: {"answer": a}, decode=_answer) if saved else make()
     )

@@ -41,7 +41,7 @@ from lab.commands.base import (
     "--steps", type=integer, default=1, help="Timed steps after the metered step; 0 times that one. [1]"
 )
 @click.option("--machine", type=MACHINE, help="Where it runs. [a GPU, if there is one]")
-@click.option("--device", default="h100", help="The GPU whose links are assumed. [h100]")
+@click.option("--device", default="h100", help="The GPU whose links are assumed, or a file. [h100]")
 @click.option("--ranks-per-node", type=integer, default=8, help="GPUs that share links. [8]")
 @HOST_DIR
 @JSON

@@ -11,7 +11,7 @@ from lab.errors import LabError
 from lab.planning.plan import Plan
 from lab.recipe.recipe import KNOBS
 from lab.show.tuner.state import TILES, State
-from lab.units import GiB, KiB, MiB, TiB, format_bytes, format_seconds, format_tokens
+from lab.units import GiB, KiB, MiB, TiB, format_bytes, format_tokens
 
 _CONTROLS = (
     ("tokens", "context", "The context: the tokens of one sequence"),
@@ -80,7 +80,7 @@ def seconds_text(state: State, plan: Plan | None) -> str:
         return str(error)
     if plan is None:
         return ""
-    step = f"a step takes {format_seconds(plan.step_seconds)} on {plan.device}, MFU {plan.mfu:.1%} (estimate)"
+    step = f"a step takes {plan.seconds_text} on {plan.device}, MFU {plan.mfu:.1%} (estimate)"
     return "; ".join([*bills, step])
 
 
