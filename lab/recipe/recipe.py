@@ -178,7 +178,7 @@ class Recipe:
     kernel: KernelName = knob(
         rung="plain",
         **named(get_args(KernelName)),
-        sets="the attention kernel, which changes no plan; `lab doctor` lists those of this machine",
+        sets="the attention kernel, which changes no planned bytes; `lab doctor` lists those of this machine",
     )
     compute_dtype: str | None = knob(
         rung="plain",
