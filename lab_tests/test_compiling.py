@@ -1,7 +1,9 @@
 """Compiled tiles have the plain model's loss and gradients, and a meter still observes every operator."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from lab.bench.software import versions
 from lab.commands.cli import main
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
+from lab.memory.stopwatch import Stopwatch
 from lab.recipe.ladder import ladder, resolve_recipe
 from lab.recipe.recipe import Recipe, parse_knobs
 from lab.step.one_rank import one_rank
@@ -122,7 +125,18 @@ def test_under_everything_in_bf16_what_is_compiled_is_as_far_from_fp32():
 
 
 @pytest.mark.long
-def test_a_rehearsal_times_compiled_steps_and_measures_the_others():
+def test_a_rehearsal_times_compiled_steps_and_measures_the_others(monkeypatch):
+    compiled_in_steps = []
+
+    class Watching(Stopwatch):
+        @contextmanager
+        def measure(self, *step):
+            before = torch._dynamo.utils.counters["frames"]["ok"]
+            with super().measure(*step):
+                yield
+            compiled_in_steps.append(torch._dynamo.utils.counters["frames"]["ok"] - before)
+
+    monkeypatch.setattr(import_module("lab.rehearsing.rehearse"), "Stopwatch", Watching)
     plain, fused = (
         lab.rehearse(
             config(vocab_size=260), "tiling", tokens=96, ranks=2, steps=1, compile=what, compute_dtype=None
@@ -130,6 +144,8 @@ def test_a_rehearsal_times_compiled_steps_and_measures_the_others():
         for what in ("none", "norms")
     )
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    assert compiled_in_steps == [0, 0], "what compiles is not timed"
+    assert (plain.timed_steps, fused.timed_steps) == (1, 1)
     assert fused.plan_over_measured == 1
     assert fused.device_peak == plain.device_peak
     assert fused.loss == plain.loss

@@ -177,7 +177,13 @@ def test_torch_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None
     for name, value in {
         "synchronize": None, "reset_peak_memory_stats": None, "_record_memory_history": None,
         "memory_allocated": 11, "_snapshot": {"device_traces": [[], events]}, "current_device": 1,
-        "mem_get_info": (100, 180), "memory_reserved": 50,
+        "mem_get_info": (100, 180), "memory_reserved": 50, "memory_snapshot": [
+            {"device": device, "stream": stream, "segment_type": pool, "total_size": size}
+            for device, stream, pool, size in (
+                (1, 0, "large", 20), (1, 71, "large", 2), (0, 0, "large", 9), (1, 0, "large", 4),
+                (1, 0, "small", 3), (1, 60, "large", 7),
+            )
+        ],
     }.items():  # fmt: skip
         answer(name, value)
     stats = {"allocated_bytes.all.peak": 40, "reserved_bytes.all.peak": 60, "num_alloc_retries": 7}
@@ -185,7 +191,8 @@ def test_torch_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None
     allocator = CudaAllocator()
     assert allocator.begin() == 11
     stats["num_alloc_retries"] += 2
-    assert allocator.end() == History(events, 40, 60, 2, 180 - 100 - 50)
+    pools = {"stream 0 large": 24, "stream 2 large": 2, "stream 0 small": 3, "stream 1 large": 7}
+    assert allocator.end() == History(events, 40, 60, 2, 180 - 100 - 50, pools)
     history = [call for call in calls if call[0] == "_record_memory_history"]  # type: ignore[index]
     assert history == [
         ("_record_memory_history", "all", ("context", None)),

@@ -53,7 +53,7 @@ def results(plan: Plan) -> dict[str, Any]:
         "Timeline": timeline,
         "Run": finished_run(3, host=MiB),
         "Rehearsal": Rehearsal(
-            timeline, timeline.device_peak, None, None, None, {"forward": 0.25, "backward": 0.5}, 2, 2.5, 0,
+            timeline, timeline.device_peak, *[None] * 4, {"forward": 0.25, "backward": 0.5}, 2, 2.5, 0,
             layers=1, of_layers=2, machine="CPU", device_memory=None, device_memory_asked=None,
             plan=plan, whole=larger,
         ),

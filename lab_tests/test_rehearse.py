@@ -180,13 +180,14 @@ def test_the_report_says_what_the_allocator_did_and_which_limit_it_had() -> None
     assert "device memory 1.00 GiB\n" in repr(found)
     on_cuda = replace(
         found, reserved_peak=3 * GiB, alloc_retries=5, outside_torch=GiB, device_memory=79 * GiB,
-        device_memory_asked=80 * GiB,
+        device_memory_asked=80 * GiB, reserved_by_pool={"stream 0 large": 3 * GiB},
     )  # fmt: skip
     text = repr(on_cuda)
     assert "device memory 79.0 GiB, all that the GPU has: 80.0 GiB were asked for\n" in text
     assert "reserved      3.00 GiB (retries: 5), 1.00 GiB outside torch\n" in text
     said = on_cuda.to_json()
     assert (said["reserved_peak"], said["alloc_retries"], said["device_memory"]) == (3 * GiB, 5, 79 * GiB)
+    assert said["reserved_by_pool"] == {"stream 0 large": 3 * GiB}
     assert "planned_seconds" not in said, "they are an H100's, whatever was rehearsed on"
     row = _row("fsdp", TOKENS, {"fsdp": on_cuda})
     assert (row["reserved, GiB"], row["retries"]) == (3, 5)

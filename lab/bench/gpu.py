@@ -7,10 +7,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from difflib import get_close_matches
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -51,15 +50,17 @@ def measure_gpu(
     note: Note,
     *,
     machine: str | None = None,
-    again: Collection[str] = (),
+    only: Sequence[str] = (),
+    again: bool = False,
     items: Sequence[Item] = ITEMS,
     small: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """Measure the items that the files in ``out`` do not have for this machine and this version of torch.
+    """Measure the items that the files in ``out`` do not have for this machine, this torch and this lab.
 
     A row is appended to gpu.jsonl, or to cpu.jsonl, and yielded when it is on the disk. It has the name of
     the item, the machine, the versions, the recipe and the figures; or the error of the item in "failed".
-    Its "time" is when it was measured, in seconds since 1970.
+    Its "time" is when it was measured, in seconds since 1970. Its "sources" are the hash of the lab's sources
+    on which the figures depend: where they have changed, an item is measured anew.
 
     An item that failed, or that was ended because it took too long, is measured again with ``again`` alone.
     An item for which the GPU could not be used, because another process fills it, gets no row and is reported
@@ -74,23 +75,25 @@ def measure_gpu(
         say: Shows what is measured now.
         note: Reports incomplete lines of the files, and at the end the items that are missing.
         machine: "cuda", or "cpu" to measure the same items at the size of ``tiny``; None for a GPU.
-        again: Names of items. They alone are measured, also if the files have them; the later row counts.
+        only: Words. Items with all words of one of these texts in their name are measured, and no others.
+        again: Whether items that the files have are measured too; the later row counts.
         items: The items.
         small: Whether a CPU measures ``Item.small`` of each.
 
     Raises:
-        LabError: ``minutes`` is not a positive number; no item has a name in ``again``; there is no GPU, or
-            it cannot be used; or ``out`` cannot be written, is written by another process, or is the folder
-            for figures of GPUs only.
+        LabError: ``minutes`` is not a positive number; no item has the words of a text of ``only``; there is
+            no GPU, or it cannot be used; or ``out`` cannot be written, is written by another process, or is
+            the folder for figures of GPUs only.
     """
     if not (minutes > 0 and math.isfinite(minutes)):
         raise LabError(f"minutes={minutes:g}: it takes a number above 0, for instance 25")
-    names = [item.name for item in items]
-    unknown = next((name for name in again if name not in names), None)
-    if unknown is not None:
-        near = ", ".join(map(repr, get_close_matches(unknown, names, n=3, cutoff=0)))
-        raise LabError(f"no item is named {unknown!r}; the nearest names are {near}")
-    items = [item for item in items if not again or item.name in again]
+    chosen = {words: [item for item in items if _has_words(item, words)] for words in only}
+    for words, found in chosen.items():
+        if not found:
+            raise LabError(
+                f"no item has the words {words!r} in its name: `lab bench results` prints the names"
+            )
+    items = [item for item in items if not only or any(item in found for found in chosen.values())]
     deadline = time.monotonic() + 60 * minutes
     where, machine_name, torch = _find_machine(machine)
     if machine is None and where == "cpu":
@@ -105,9 +108,12 @@ def measure_gpu(
     with append_lines(out / f"{'gpu' if where == 'cuda' else 'cpu'}.jsonl", note) as append:
         rows = [row for file in sorted(out.glob("*.jsonl")) for row in read_lines(file, note)]
         here = {"machine": machine_name, "torch": torch}
-        done = {row.get("name") for row in rows if not again and here.items() <= row.items()}
+        done = set[str]()
         for name, item in scaled.items():
             left = deadline - time.monotonic()
+            identity = {"name": name, "sources": item.sources, **here}
+            if not again and any(identity.items() <= row.items() for row in rows):
+                done.add(name)
             if name in done or item.seconds > left:
                 continue
             say(f"{name}, about {item.seconds:.0f} s; {left / 60:.1f} min left")
@@ -124,7 +130,7 @@ def measure_gpu(
             if figures.get("error") == ClusterError.__name__:
                 note(f"{name} stays missing: {figures['failed']}")
                 continue
-            fields = asdict(item) | {"knobs": dict(item.knobs), "name": name, **here, "time": time.time()}
+            fields = asdict(item) | {"knobs": dict(item.knobs), **identity, "time": time.time()}
             expected = {"expected": fields.pop("seconds"), "took": took}
             append(row := {**fields, **expected, **figures})
             done.add(name)
@@ -132,11 +138,15 @@ def measure_gpu(
     missing = {name: item.seconds for name, item in scaled.items() if name not in done}
     if missing:
         needed = sum(missing.values()) / 60
-        how = f"--again {' --again '.join(map(repr, missing))}" if again else "the same command"
+        how = f"--again --only {' --only '.join(map(repr, missing))}" if again else "the same command"
         note(
             f"{len(missing)} of {len(scaled)} are not measured yet and take about {needed:.0f} min: "
             f"{how} goes on with them"
         )
+
+
+def _has_words(item: Item, words: str) -> bool:
+    return {*words.split()} <= {*item.name.split()}
 
 
 def row_text(row: dict[str, Any]) -> str:

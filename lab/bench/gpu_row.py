@@ -27,6 +27,7 @@ from lab.bench.hollow import hollow_attention
 from lab.bench.software import versions
 from lab.errors import LabError
 from lab.models.small_copies import first_layers
+from lab.planning.allocator import simulate
 from lab.planning.hardware import make_machine, of_name
 from lab.planning.plan import plan_job
 from lab.planning.plan_cache import folder
@@ -92,10 +93,18 @@ def jobs(item: Item) -> tuple[Job, Job]:
 
 def _rehearse(item: Item, where: DeviceType) -> dict[str, Any]:
     settings: dict[str, Any] = {"layers": item.layers, "steps": item.steps, "machine": where}
+    settings["device_memory"] = item.device_memory
     device = of_name(torch.cuda.get_device_name()) if where == "cuda" else None
     rehearsal = rehearse(item.model, item.recipe, device=device or Machine.device, **settings, **_asked(item))
     row = rehearsal.to_json()
     row["planned_reserved_peak"] = rehearsal.plan.reserved_peak(expandable=item.expandable)
+    row["planned_alloc_retries"] = rehearsal.plan.alloc_retries if item.expandable else None
+    if where == "cuda":
+        pools = simulate(rehearsal.plan.timeline, expandable=item.expandable).pools
+        row["planned_reserved_by_pool"] = {
+            f"{stream} {'small' if small else 'large'}": pool.reserved
+            for (stream, small), pool in pools.items()
+        }
     if device is not None:
         # The hardware table has the rates of this GPU.
         row["planned_seconds"] = seconds_alone(rehearsal.plan)

@@ -48,14 +48,15 @@ def _hollow(kernel: Kernel) -> Kernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(q, FakeTensor):
             return kernel.backward(grad_out, q, k, *rest, **settings)
-        dq, dk, dv = kernel.backward(*map(_first, (grad_out, q, k, *rest)), **settings)
         tokens, keys = q.shape[2], k.shape[2]
-        results = _extend(dq, tokens), _extend(dk, keys), _extend(dv, keys)
+        dq, dk, dv = kernel.backward(*map(_first, (grad_out, q, k, *rest)), **settings)
+        # Those of the first tokens are freed, because a whole kernel has none.
+        dq, dk, dv = _extend(dq, tokens), _extend(dk, keys), _extend(dv, keys)
         rows, heads, _, head_dim = q.shape
         nbytes = flash_backward_workspace(rows, heads, k.shape[1], tokens, keys, head_dim) if q.is_cuda else 0
         # The allocator hands it out and takes it back, as it does the kernel's own.
         torch.empty(nbytes, dtype=torch.uint8, device=q.device)
-        return results
+        return dq, dk, dv
 
     return kernel._replace(forward=forward, backward=backward)
 

@@ -21,9 +21,6 @@ from lab.recipe.jobs import Job, Machine
 from lab.rehearsing.rehearsal import seconds_alone
 from lab.units import GiB
 
-KINDS = ("rehearse", "hidden", "hollow")
-"""The kinds of items that measure a training step."""
-
 
 def replan(folder: Path, note: Note, say: Say, *, items: Sequence[Item] = ITEMS) -> Iterator[Row]:
     """Plan each step that the files in a folder have, and yield a row for it: measured figures and ratios.
@@ -56,7 +53,8 @@ def replan(folder: Path, note: Note, say: Say, *, items: Sequence[Item] = ITEMS)
         (machine, item, rows[item.name])
         for machine, rows in machines.items()
         for item in items
-        if item.kind in KINDS and item.name in rows and not rows[item.name].get("failed")
+        # Items with a recipe measure a training step.
+        if item.recipe and item.name in rows and not rows[item.name].get("failed")
     ]
     compared = 0
     with TemporaryDirectory() as devices:

@@ -8,10 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from cluster.host import ask_gpus
+from lab.bench.gpu_items import DIGITS
 from lab.planning.plan_cache import sources_hash
-
-DIGITS = 12
-"""How many digits of the hash of the lab's sources are printed."""
 
 
 def device_and_versions(device: str) -> str:

@@ -38,10 +38,11 @@ HEAD_DIM = 128
 """The head_dim of Llama, Mistral, Qwen2 and Qwen3 in most sizes."""
 
 _OPTIONAL = {
-    "flash-attn": "another attention kernel is used instead",
-    "flash-attn-4": "on a B200, B300 or GB200 another attention kernel is used instead",
-    "liger-kernel": "only loss_kernel='liger' needs it",
+    "flash-attn": ("flash-attn-2", "another attention kernel is used instead"),
+    "flash-attn-4": ("gpu", "on a B200, B300 or GB200 another attention kernel is used instead"),
+    "liger-kernel": ("gpu", "only loss_kernel='liger' needs it"),
 }
+"""The extra in which a package is, and what is without it."""
 
 
 def report() -> str:
@@ -130,8 +131,11 @@ def _findings() -> Iterator[tuple[str, str]]:
     yield from _attention(torch.device("cuda" if gpus else "cpu"))
     for package in _PACKAGES:
         yield package, _version(package) or "MISSING: pip install longcontext-lab"
-    for package, instead in _OPTIONAL.items():
-        yield package, _version(package) or f"not installed (optional, for GPUs): {instead}"
+    for package, (extra, instead) in _OPTIONAL.items():
+        yield (
+            package,
+            _version(package) or f"not installed (optional, for GPUs: the extra {extra}): {instead}",
+        )
     for profile in PROFILES.values():
         if profile.program:
             path = shutil.which(profile.program)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ class History:
         reserved_peak: The most bytes that the allocator had reserved at once, allocated or cached.
         retries: How many times the allocator freed its cache and asked the device again, near the limit.
         outside_torch: Bytes of the device that others hold: CUDA's context, libraries, NCCL, other processes.
+        reserved: See ``reserved_by_pool``, at the end of the step.
     """
 
     events: Sequence[Event] = ()
@@ -52,6 +54,7 @@ class History:
     reserved_peak: int = 0
     retries: int = 0
     outside_torch: int = 0
+    reserved: Mapping[str, int] = field(default_factory=dict)
 
 
 class CudaAllocator:
@@ -78,6 +81,7 @@ class CudaAllocator:
             stats["reserved_bytes.all.peak"],
             stats["num_alloc_retries"] - self._retries,
             outside_torch(),
+            reserved_by_pool(),
         )
 
 
@@ -92,8 +96,7 @@ def use_expandable_segments() -> int:
         return 0
     torch.cuda.empty_cache()
     set_expandable_segments(True)
-    own = (each for each in torch.cuda.memory_snapshot() if each["device"] == torch.cuda.current_device())
-    return sum(each["allocated_size"] for each in own if not each["is_expandable"])
+    return sum(each["allocated_size"] for each in _segments() if not each["is_expandable"])
 
 
 class AllocatedPeak:
@@ -181,6 +184,26 @@ def allocator_timeline(events: Sequence[Event], allocated: int, meter: Timeline,
         device[:, category] -= excess
         device[:, OTHER] += excess
     return replace(meter.take(rows), seconds=seconds, device=device, storages=meter.storages.at_rows(rows))
+
+
+def reserved_by_pool() -> dict[str, int]:
+    """Return the bytes that the allocator of the current device has reserved, by stream and pool.
+
+    A stream has a pool for small tensors and one for large ones: "stream 0 large". Stream 0 is that of
+    computation, and the others are in no order.
+    """
+    segments = _segments()
+    streams = sorted({0, *(segment["stream"] for segment in segments)})
+    reserved: Counter[str] = Counter()
+    for segment in segments:
+        pool = f"stream {streams.index(segment['stream'])} {segment['segment_type']}"
+        reserved[pool] += segment["total_size"]
+    return dict(reserved)
+
+
+def _segments() -> list[dict[str, Any]]:
+    """Return the segments of the allocator of the current device."""
+    return [each for each in torch.cuda.memory_snapshot() if each["device"] == torch.cuda.current_device()]
 
 
 def outside_torch() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,8 @@ class Measured:
 
     ``reserved_peak`` is the bytes that torch's caching allocator holds, and ``outside_torch`` those that
     others hold (CUDA's context, libraries); ``alloc_retries`` is how often the allocator had to give its
-    cache back to get more. The three are None on CPU, where there is no such allocator. ``seconds`` are by
+    cache back to get more, and ``reserved_by_pool`` what it holds at the end of the step, by stream and pool.
+    The four are None on CPU, where there is no such allocator. ``seconds`` are by
     phase, medians over the ``timed_steps``; where those are 0, of the step under the meter, and they include
     the pinning of host memory, the first call of each kernel, and the meter's own time. The peers' work on
     links is not in them: ``link_bytes`` is what would leave the rank in a step.
@@ -33,6 +35,7 @@ class Measured:
     reserved_peak: int | None
     alloc_retries: int | None
     outside_torch: int | None
+    reserved_by_pool: Mapping[str, int] | None
     seconds: dict[str, float]
     timed_steps: int
     loss: float
@@ -184,6 +187,7 @@ class Rehearsal(Measured):
             "reserved_peak": self.reserved_peak,
             "alloc_retries": self.alloc_retries,
             "outside_torch": self.outside_torch,
+            "reserved_by_pool": self.reserved_by_pool,
             "host_peak": self.host_peak,
             "disk_peak": self.disk_peak,
             "planned_device_peak": self.plan.device_peak,

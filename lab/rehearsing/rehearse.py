@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from lab.step.kernel_limits import check_kernel
 from lab.step.loopback import bytes_sent
 from lab.step.on_ranks import Training, check_finite, make_rank_state, make_training
 from lab.step.one_rank import one_rank
+from lab.step.training_step import NoMeter
 from lab.techniques.attention.kernels import kernel_support
 from lab.techniques.host_file import HostFolder
 from lab.units import GiB, format_bytes, parse_bytes
@@ -74,12 +75,12 @@ def rehearse(
 
     One step is measured in bytes, then ``steps`` more in seconds. With ``steps=0`` the one that is measured
     is timed too: its seconds include the pinning of host memory, the first call of each kernel, and the
-    meter. ``layers`` takes the model's first layers alone: what is said of the whole model is then
-    extrapolated. ``text`` and ``tokenizer`` are those of ``lab.run``. ``machine`` is where it runs, CUDA
-    where there is any; ``device`` names the hardware of the plan and of the links. ``watch`` is told what
-    goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are random unless the model is a
-    directory with weights, in whole. ``accumulate``, ``lora`` and ``dtype`` are those of
-    ``lab.plan``.
+    meter. Where the recipe compiles, the step that compiles is not timed. ``layers`` takes the model's first
+    layers alone: what is said of the whole model is then extrapolated. ``text`` and ``tokenizer`` are those
+    of ``lab.run``. ``machine`` is where it runs, CUDA where there is any; ``device`` names the hardware of
+    the plan and of the links. ``watch`` is told what goes on. ``knobs`` are set on a ladder's recipe by hand.
+    Parameters are random unless the model is a directory with weights, in whole. ``accumulate``, ``lora`` and
+    ``dtype`` are those of ``lab.plan``.
 
     ``host_dir`` is as in ``lab.run``: a folder for the long tensors of streamed layers. The plan then has the
     rates of one disk.
@@ -206,6 +207,10 @@ def _measured(
             say("a step under the meter")
             loss = float(state.train_step(0, metered))
             check_finite(settings, 1, loss)
+            if settings.steps > 1 and planned.recipe.compile != "none":
+                # Nothing is compiled under the meter, so the next step compiles.
+                say("a step that compiles")
+                state.train_step(1, NoMeter())
             for step in range(1, settings.steps):
                 say(f"step {step} of {settings.steps - 1} by the clock")
                 state.train_step(step, timed)
@@ -217,14 +222,16 @@ def _measured(
     timeline = meter.timeline()
     steps = timed.seconds or metered.seconds
     seconds = {phase: median(step[phase] for step in steps) for phase in steps[0]}
-    peaks: tuple[int, int | None, int | None, int | None] = (timeline.device_peak, None, None, None)
+    of_allocator: tuple[int | None, int | None, int | None, Mapping[str, int] | None] = (None,) * 4
+    device_peak = timeline.device_peak
     if isinstance(meter, CudaMeter):
         history = meter.history
-        peaks = history.device_peak, history.reserved_peak, history.retries, history.outside_torch
+        device_peak = history.device_peak
+        of_allocator = history.reserved_peak, history.retries, history.outside_torch, history.reserved
         beyond = _beyond(history, limit, planned.ranks)
         if beyond:
             return OutOfMemory(timeline.peak, None, beyond)
-    return Measured(timeline, *peaks, seconds, len(timed.seconds), loss, metered.sent)
+    return Measured(timeline, device_peak, *of_allocator, seconds, len(timed.seconds), loss, metered.sent)
 
 
 # ---- where -----------------------------------------------------------------------------------------------

@@ -136,14 +136,22 @@ def tiling_vs_deepspeed() -> Measure:
 @click.option("--minutes", type=number, required=True, help="Nothing starts that would take longer.")
 @click.option("--out", type=path, required=True, help="The folder of the results.")
 @click.option("--machine", type=MACHINE, help="cpu runs the same list with tiny. [cuda]")
-@click.option("--again", metavar="NAME", multiple=True, help="Measure this item anew; may be repeated.")
+@click.option(
+    "--only",
+    metavar="WORDS",
+    multiple=True,
+    help="Only items with these words in their name; may be repeated.",
+)
+@click.option("--again", is_flag=True, help="Measure also what the folder has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per row.")
-def gpu(minutes: float, out: Path, machine: str | None, again: tuple[str, ...], as_json: bool) -> None:
+def gpu(
+    minutes: float, out: Path, machine: str | None, only: tuple[str, ...], again: bool, as_json: bool
+) -> None:
     """Measure a list of figures on a GPU, one line of JSON each; skip those that are in the folder."""
     from lab.bench.gpu import measure_gpu, row_text
 
     with status("gpu") as say:
-        for row in measure_gpu(out, minutes, say, _note, machine=machine, again=again):
+        for row in measure_gpu(out, minutes, say, _note, machine=machine, only=only, again=again):
             click.echo(json.dumps(row) if as_json else row_text(row))
 
 

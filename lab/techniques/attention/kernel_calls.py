@@ -100,7 +100,7 @@ def _flash_3_backward(
     return dq, dk, dv
 
 
-# flash-attn 4, betas 0 to 27: the layouts of the other two, but backward returns dq, dk and dv. Arguments are
+# flash-attn 4, betas 0 to 36: the layouts of the other two, but backward returns dq, dk and dv. Arguments are
 # passed by name, because a release inserted one after v. Forward returns the LSE if it is asked for.
 
 
