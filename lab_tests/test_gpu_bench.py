@@ -294,6 +294,30 @@ def fail(*_):
     os._exit(1)
 
 
+def test_the_imports_of_the_server_ignore_ctrl_c():
+    """The terminal sends it to the server too. Seen red: a traceback of what was being imported."""
+    interrupted = (
+        "import builtins, os, signal\n"
+        "get = builtins.__import__\n"
+        "def sent(name, *rest):\n"
+        "    if name == 'lab.bench.gpu_row':\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        raise ImportError\n"
+        "    return get(name, *rest)\n"
+        "builtins.__import__ = sent\n"
+        "import lab.bench.gpu_imports\n"
+    )
+    run = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_a_process_that_begins_after_an_interrupt_ends_without_a_word(tmp_path, monkeypatch):
+    """By stand-ins: its file is gone. Seen red: a traceback."""
+    monkeypatch.setattr(os, "setsid", lambda: None)
+    monkeypatch.setattr(gpu, "end_after", lambda _: None)
+    gpu._run(pytest.fail, (), None, str(tmp_path / "gone"), gpu.this_process())
+
+
 @pytest.mark.long
 def test_a_process_that_has_no_group_yet_is_ended():
     # It would sleep for longer than a test may take.

@@ -109,6 +109,12 @@ def test_notes_say_what_a_gpu_would_do_otherwise(offload_plan):
     assert second.startswith("4 heads of 5242880 tokens in one call of torch's attention kernel")
 
 
+@pytest.mark.filterwarnings("error")
+def test_fewer_tokens_than_the_ring_has_ranks_have_seconds():
+    plan = lab.plan("tiny", "plain", tokens=4, ranks=8, ulysses=1, ring=8, kernel="torch")
+    assert plan.step_seconds > 0
+
+
 def test_a_plan_has_the_seconds_of_each_kernel_that_was_measured():
     """Of the same work; where a recipe names a kernel, the step's seconds are with it."""
     asked = {"tokens": "256K", "ranks": 8}

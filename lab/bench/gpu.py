@@ -232,7 +232,11 @@ def _run(work: Work, arguments: tuple[Any, ...], sender: Connection, output: str
     """Send the result of ``work``; what is printed goes to the file ``output``."""
     os.setsid()
     end_after(partial(wait_for_owner, *owner))
-    file = os.open(output, os.O_WRONLY)
+    try:
+        file = os.open(output, os.O_WRONLY)
+    except FileNotFoundError:
+        # The command was interrupted before this process began.
+        return
     os.dup2(file, 1)
     os.dup2(file, 2)
     for variable in ALLOCATOR_VARIABLES:

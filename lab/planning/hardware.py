@@ -204,8 +204,12 @@ def _of_file(path: Path) -> Hardware:
         wrong = _wrong(own)
     except OSError as error:
         raise LabError(f"{path} cannot be read: {error.strerror}") from error
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        wrong = f"{type(error).__name__}: {error}"
+    except (RecursionError, ValueError):
+        wrong = "it is not JSON"
+    except KeyError as error:
+        wrong = f"an entry lacks {error.args[0]}"
+    except (AttributeError, TypeError):
+        wrong = "an entry has another form"
     if wrong:
         raise LabError(f"{path} has no device, because {wrong}: `lab bench machine {path}` writes one")
     return _hardware(own)
@@ -277,18 +281,20 @@ def make_machine(
 ) -> Machine:
     """Read the sizes, which may be texts such as "80GiB"; that of a disk, "4TB", and its rate, "3GB/s".
 
-    Without ``device_memory``, a device has the memory that the table says.
+    Without ``device_memory``, a device has the memory that the table says. A CPU, which a file can describe,
+    has no workspace.
 
     Raises:
         LabError: a device as of ``hardware``; a size that cannot be read, or ranks that are no count; a
             rate of no disk.
     """
     check_counts({"ranks_per_node": ranks_per_node})
-    of_table = int(hardware(device).memory.value)
-    device_bytes = of_table if device_memory is None else parse_bytes(device_memory)
+    named = hardware(device)
+    device_bytes = int(named.memory.value) if device_memory is None else parse_bytes(device_memory)
     host_bytes = None if host_memory is None else parse_bytes(host_memory)
     if disk_rate is not None and disk is None:
         raise LabError(f"disk_rate={disk_rate!r} without a disk: give its size too, such as disk=4TB")
     rate = None if disk_rate is None else parse_rate(disk_rate)
     given = None if disk is None else Disk(parse_disk(disk), rate)
+    workspace = workspace and named.name != "CPU"
     return Machine(device, device_bytes, host_bytes, ranks_per_node, workspace, given)

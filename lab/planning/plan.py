@@ -513,7 +513,7 @@ def known_plan(job: Job, machine: Machine) -> Plan | None:
 def _plan_of(found: Answer, job: Job, machine: Machine, began: float) -> Plan:
     facts, named, kernel = found.facts, hardware(machine.device), job.recipe.kernel
     # The tokens of a call; tiles of attention and shorter documents are left out.
-    length = job.longest_document // job.recipe.ring
+    length = max(job.longest_document // job.recipe.ring, 1)
     device = named.with_kernel(kernel, length)
     steps = [step.priced(device, machine, job.ranks) for step in found.steps]
     if machine.disk is not None:
