@@ -146,7 +146,8 @@ def measure_gpu(
 
 
 def _has_words(item: Item, words: str) -> bool:
-    return {*words.split()} <= {*item.name.split()}
+    asked = {*words.split()}
+    return bool(asked) and asked <= {*item.name.split()}
 
 
 def row_text(row: dict[str, Any]) -> str:

@@ -62,7 +62,8 @@ def measure_hidden_copies(job: Job, where: DeviceType) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         # The events that the profiler returns have no bytes.
         profiler.export_chrome_trace(trace := f"{folder}/trace.json")
-        events = json.loads(Path(trace).read_bytes())["traceEvents"]
+        # Names of kernels may have characters that JSON does not.
+        events = json.loads(Path(trace).read_text(errors="replace"), strict=False)["traceEvents"]
     figures = hidden_share(events)
     if where == "cuda" and not (figures["kernel s"] and figures["copies to host"]):
         raise LabError(
